@@ -184,7 +184,7 @@ class GradientsOnMesh:
     __name__ = "value_and_grad_on_mesh"
 
     def __call__(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns them."""
+        """Returns (loss, gradients); with ``has_aux`` ((loss, means), gradients)."""
         if self.check_ends is not None:
             self.check_ends(params, batch)
         return self.within_step(params, batch)

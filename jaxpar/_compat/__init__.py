@@ -7,7 +7,7 @@
 `loops.py`        the trips of a loop, and what it carries
 `evaluation.py`   equations and jaxprs: bind, rewrite, evaluate; the mesh axes that a trace may name
 `primitives.py`   primitives of jaxpar's own
-`memory.py`       whose memory, the order of dims in it; arrays without initial values
+`memory.py`       device or host; the order of dims in memory; arrays without initial values
 `attention.py`    cuDNN's attention with what merges its parts
 `backends.py`     the client of a run of several processes; devices for the compiler alone
 `stages.py`       compiled functions

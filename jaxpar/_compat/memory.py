@@ -1,4 +1,4 @@
-"""Arrays in memory: whose it is, the order of their dims, and arrays without initial values."""
+"""Arrays in memory: on the device or the host, the order of their dims, and arrays without initial values."""
 
 from collections.abc import Sequence
 from typing import Any
