@@ -32,12 +32,17 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
+from jaxpar._compat import trace_context
 from jaxpar.devices import traced_platform
 
 CONTEXT = "context"
 # Names that only arrays of a batch with a value for each position have.
 SEQUENCES = frozenset({"tokens", "targets", "positions", "segments", "mask", "weight", "weights"})
 SEQUENCES |= {"input_ids", "position_ids", "segment_ids", "attention_mask", "loss_mask"}
+
+# With ``copies_of_heads(k)`` sequence_to_heads sends k copies of each head, to trace a model on more devices than it has heads
+# for. What JAX caches of a trace holds for one number alone.
+copies_of_heads = trace_context(default_value=1)
 
 
 def num_parts() -> int:
@@ -122,6 +127,8 @@ def sequence_to_heads(
     parts = num_parts()
     if parts == 1:
         return x
+    if x.ndim > 2 and (copies := copies_of_heads.value) > 1:
+        x = jnp.concatenate([x] * copies, axis=2)
     _check_heads_divide(x.shape, parts)
     exchange = lambda x: lax.all_to_all(x, CONTEXT, 2, 1, tiled=True)
     return _in_order(_on_shards(exchange, x), parts)
@@ -161,7 +168,9 @@ def heads_to_sequence(
     pairs = jnp.concatenate([first, second[:, :, ::-1]], axis=1)
     by_device = pairs.swapaxes(1, 2).reshape(x.shape)
     exchange = lambda x: lax.all_to_all(x, CONTEXT, 1, 2, tiled=True)
-    return _on_shards(exchange, by_device)
+    sent = _on_shards(exchange, by_device)
+    copies = copies_of_heads.value
+    return sent if copies == 1 else sent[:, :, : sent.shape[2] // copies]
 
 
 def sum_over_sequence(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:

@@ -378,3 +378,12 @@ def test_a_function_that_sends_over_axes_is_traced_by_their_sizes():
     with _compat.axes_named({"context": 4}):
         traced = jax.make_jaxpr(lambda x: jax.lax.all_gather(x, "context", tiled=True))(jnp.ones(2))
     assert [each.aval.shape for each in traced.jaxpr.outvars] == [(8,)]
+
+
+def test_no_trace_is_cached_for_another_value_of_a_setting():
+    times = _compat.trace_context(default_value=1)
+    scaled = jax.jit(lambda x: x * times.value)
+    assert scaled(2.0) == 2
+    with times(3):
+        assert scaled(2.0) == 6
+    assert scaled(2.0) == 2

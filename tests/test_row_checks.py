@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -902,14 +903,56 @@ def test_groups_of_neighbouring_positions_must_be_in_one_of_the_chunks_of_a_devi
         check_positions(model, loss, GATHERED, SEQUENCES, abstract_mesh(context=2))
 
 
-def test_positions_that_are_counted_on_a_device_are_told():
+@pytest.mark.parametrize(
+    "numbered",
+    [lambda table, seq: table[jnp.arange(seq)], lambda table, seq: table[:seq]],
+    ids=["an index", "a slice"],
+)
+def test_positions_that_are_counted_on_a_device_are_told(numbered):
     model = gathering(
-        embed=lambda outer, batch: outer["table"][jnp.arange(batch["tokens"].shape[1])][None]
+        embed=lambda outer, batch: numbered(outer["table"], batch["tokens"].shape[1])[None]
     )
     with pytest.warns(
         UserWarning,
         match="on which a device has: embed: it depends on the place of a position in its device",
     ):
+        check_positions(model, OF_TOKENS, GATHERED, SEQUENCES, abstract_mesh(context=2))
+
+
+def of_heads(slopes):
+    """A layer that gives each position a mean over earlier ones, times a number that belongs to its head."""
+
+    def change(h):
+        heads = sequence_to_heads(h.reshape(*h.shape[:2], 2, 2))
+        mixed = jnp.cumsum(heads, axis=1) * slopes(h, heads.shape[2])[None, None, :, None]
+        return heads_to_sequence(mixed).reshape(h.shape)
+
+    return gathering(change=change)
+
+
+@pytest.mark.parametrize(
+    "slopes",
+    [lambda h, count: 0.5 ** jnp.arange(count), lambda h, count: jnp.array([2, 1, 2, 1])[:count]],
+    ids=["an index", "a slice"],
+)
+def test_what_belongs_to_the_heads_of_a_device_and_is_counted_on_it_is_told(slopes):
+    with pytest.warns(UserWarning, match="layer: it depends on the place of a head"):
+        check_positions(of_heads(slopes), OF_TOKENS, GATHERED, SEQUENCES, abstract_mesh(context=2))
+
+
+def test_what_belongs_to_heads_is_sent_with_them():
+    def slopes(h, count):
+        every = jnp.broadcast_to(jnp.array([0.5, 0.25])[:, None], (*h.shape[:2], 2, 1))
+        return sequence_to_heads(every)[0, 0, :, 0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_positions(of_heads(slopes), OF_TOKENS, GATHERED, SEQUENCES, abstract_mesh(context=2))
+
+
+def test_a_model_that_takes_no_other_number_of_devices_is_told_that_it_was_not_read():
+    model = of_heads(lambda h, count: jnp.array([0.5, 0.25])[:count])
+    with pytest.warns(UserWarning, match="takes no context=4. It is taken to be right"):
         check_positions(model, OF_TOKENS, GATHERED, SEQUENCES, abstract_mesh(context=2))
 
 

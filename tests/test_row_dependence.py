@@ -93,6 +93,17 @@ ROWS = {
     "a mask of positions": lambda p, h, y, t: jnp.where(
         jnp.tril(jnp.ones((5, 5), bool))[None], h[..., :5], -jnp.inf
     ),
+    "slices of one number": lambda p, h, y, t: (
+        h * jnp.ones(20)[: len(h), None, None]
+        + jnp.zeros(len(h)).at[0].set(0)[:, None, None]
+        + jnp.cumsum(jnp.zeros(len(h)))[:, None, None]
+    ),
+    "a table of features in each row": lambda p, h, y, t: (
+        h + jnp.pad(jnp.broadcast_to(p[:3], (len(h), 3)), ((0, 0), (3, 0)))[:, None]
+    ),
+    "a number that is cut": lambda p, h, y, t: jnp.concatenate(
+        [h, h * jnp.broadcast_to(p[0], (2 * len(h),))[: len(h), None, None]]
+    ),
     "kept from 0": lambda p, h, y, t: (
         h / jnp.maximum(jnp.linalg.norm(h, axis=-1, keepdims=True), 1e-6)
     ),
@@ -266,6 +277,11 @@ def double_or_keep(is_first, row):
     return jax.lax.cond(is_first, lambda row: row * 2, lambda row: row, row)
 
 
+def table_of(p):
+    """A table that has more entries than there are rows."""
+    return jnp.outer(jnp.arange(20.0), p)
+
+
 BY_PLACE = {
     "dropout": lambda p, h, y, t: jnp.where(mask_of(h), h / 0.9, 0),
     "a product with a mask": lambda p, h, y, t: h * mask_of(h),
@@ -280,6 +296,30 @@ BY_PLACE = {
     ),
     "a mask of NumPy": lambda p, h, y, t: jnp.where((np.arange(len(h)) == 0)[:, None, None], h, 0),
     "a triangle": lambda p, h, y, t: jnp.triu(h[:, 0]),
+    "a slice of a table": lambda p, h, y, t: h + table_of(p)[: len(h), None],
+    "a slice from an index": lambda p, h, y, t: (
+        h + jax.lax.dynamic_slice_in_dim(table_of(p), p[0].astype(int), len(h))[:, None]
+    ),
+    "a slice for each key": lambda p, h, y, t: (
+        h
+        + jax.vmap(lambda at: jax.lax.dynamic_slice_in_dim(table_of(p), at, len(h)))(
+            jnp.arange(5)
+        ).sum(0)[:, None]
+    ),
+    "a table that is padded": lambda p, h, y, t: h * jnp.pad(p[:3], (0, len(h) - 3))[:, None, None],
+    "a table and zeros": lambda p, h, y, t: (
+        h * jnp.concatenate([p[:3], jnp.zeros(len(h) - 3)])[:, None, None]
+    ),
+    "a number that is written": lambda p, h, y, t: (
+        h * jnp.zeros(len(h)).at[0].set(1.0)[:, None, None]
+    ),
+    "a slice that is written": lambda p, h, y, t: (
+        h * jax.lax.dynamic_update_slice(jnp.ones(len(h)), p[:3], (0,))[:, None, None]
+    ),
+    "numbers that are counted": lambda p, h, y, t: h * jnp.cumsum(jnp.ones(len(h)))[:, None, None],
+    "numbers that a loop counts": lambda p, h, y, t: (
+        h * jax.lax.scan(lambda c, _: (c + p[0], c), 0.0, None, length=len(h))[1][:, None, None]
+    ),
     "the first row apart": lambda p, h, y, t: jnp.concatenate([h[:1] * 2, h[1:]]),
 }
 

@@ -34,6 +34,7 @@ from jaxpar._compat.evaluation import (
     evaluate,
     rewrite,
     rewritten,
+    trace_context,
 )
 from jaxpar._compat.forwarding import forwarded
 from jaxpar._compat.jaxprs import (

@@ -108,3 +108,8 @@ def _evaluate(
 def axes_named(sizes: Mapping[str, int]) -> AbstractContextManager:
     """Returns the context in which a function may be traced that sends over axes of these sizes, as in ``jax.shard_map``."""
     return extend_axis_env_nd([*sizes.items()])
+
+
+def trace_context(default_value: Any) -> Any:
+    """Returns a setting ``s`` of traces, ``s.value`` in them and ``with s(value)`` around: no trace is cached for another."""
+    return jax.make_user_context(default_value)

@@ -19,6 +19,7 @@ says so, and the doubt goes along with it.
 - `dims.py`: the rules of operations that reduce, move, cut or join dims.
 - `indices.py`: the rules of products of matrices, and of reads and writes at indices.
 - `collectives.py`: the rules of collectives over a mesh axis that splits the rows.
+- `places.py`: what makes values that depend on no row depend on their places.
 - `constants.py`: arrays and numbers that are written in a function.
 - `reader.py`: reads jaxprs: calls, branches and loops.
 - `gradient.py`: the backward passes of functions with a derivative of their own.

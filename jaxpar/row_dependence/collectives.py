@@ -13,9 +13,15 @@ from dataclasses import replace
 
 from jaxpar.row_dependence.elements import elementwise
 from jaxpar.row_dependence.operation import Operation, span_of_shape
-from jaxpar.row_dependence.values import Kind, Value, Values, product_of_growths
+from jaxpar.row_dependence.values import (
+    BY_PART,
+    JOINS_MIXED,
+    Kind,
+    Value,
+    Values,
+    product_of_growths,
+)
 
-JOINS_MIXED = "it joins over the devices what mixes the rows of each"
 _NOT_KNOWN = Value(Kind.UNKNOWN, None)
 
 
@@ -85,7 +91,8 @@ def exchanged(op: Operation, given: Values) -> Value:
         return _NOT_KNOWN
     shape, *_ = op.out_shapes()
     span = span_of_shape(shape, dims, op.rows)
-    of_rows = replace(value, growth=1.0)
+    why = op.told(BY_PART) if value.place else ""
+    of_rows = replace(value, growth=1.0, why=why)
     return op.rows_at([of_rows], span, value.growth)
 
 

@@ -27,6 +27,7 @@ from jaxpar.row_dependence.elements import (
 from jaxpar.row_dependence.gradient import in_doubt_by_gradient
 from jaxpar.row_dependence.mark import is_row_wise
 from jaxpar.row_dependence.operation import Operation
+from jaxpar.row_dependence.places import placed
 from jaxpar.row_dependence.rules import (
     DRAWS,
     OF_NUMBERS,
@@ -34,6 +35,7 @@ from jaxpar.row_dependence.rules import (
     TAKE_MIXED,
 )
 from jaxpar.row_dependence.values import (
+    OTHER_PROGRAM,
     ZERO,
     Kind,
     Place,
@@ -144,7 +146,7 @@ class Reader:
     def _of_other_program(self, few: Any, many: Any, given: Values) -> Results:
         op = self._operation(_Whole(few), _Whole(many))
         line = _first_other_line(few, many) or self.caller
-        why = f"another program for another number of rows, at {line}"
+        why = f"{OTHER_PROGRAM}, at {line}"
         values = list(given) or [Value(Kind.UNKNOWN)]
         return [op.unknown(values, why, at) for at in range(op.num_outputs)]
 
@@ -177,7 +179,7 @@ class Reader:
             made = RULES[op.name](op, given)
         except Exception:  # no rule, or a form of an operation that its rule does not know
             return [op.unknown(given, op.told("it is not known"), at) for at in outputs]
-        return made if isinstance(made, list) else [made for _ in outputs]
+        return placed(op, given, made if isinstance(made, list) else [made for _ in outputs])
 
     # Calls and branches -----------------------------------------------------------------------
 
@@ -251,6 +253,8 @@ class Reader:
             pairs = enumerate(zip(start, carry, strict=True))
             carry = [a if a == b else _of_varying_trips(op, a, b, at) for at, (a, b) in pairs]
         ys = enumerate(made[count:], count)
+        if varies and not is_over_rows and not all(_kept(opened(few), first, count)):
+            ys = ((at, _counted(value)) for at, value in ys)
         return [
             *carry,
             *(_stacked_over_trips(op, v, at, is_over_rows=is_over_rows) for at, v in ys),
@@ -371,6 +375,13 @@ def _after_trips(op: Operation, goes_on: Value, value: Value, at: int) -> Value:
 def _of_varying_trips(op: Operation, before: Value, after: Value, at: int) -> Value:
     why = op.told("the number of trips depends on the number of rows")
     return op.unknown([before, after], why, at)
+
+
+def _counted(value: Value) -> Value:
+    """Returns what each trip of a loop makes, that may have counted the trips."""
+    if not value.is_free or value.number:
+        return value
+    return replace(value, growth=1.0, place=Place.OTHER)
 
 
 def _stacked_over_trips(

@@ -8,6 +8,11 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple
 
+# Reasons of a doubt that callers look for.
+BY_PART = "it depends on the place of a head, or whatever devices exchange, in the part of one"
+JOINS_MIXED = "it joins over the devices what mixes the rows of each"
+OTHER_PROGRAM = "another program for another number of rows"
+
 
 class Kind(IntEnum):
     """How a value depends on the rows, from the simplest to the worst."""

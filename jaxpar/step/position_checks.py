@@ -8,6 +8,7 @@ as it must over ``data`` to params that replicas own (``check_owned``).
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -15,12 +16,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import equations
+from jaxpar.context_parallel import copies_of_heads
 from jaxpar.data_parallel import batch_specs
 from jaxpar.fields import arg
 from jaxpar.layered_model import OUTER, LayeredModel
 from jaxpar.mesh import CONTEXT, DATA, TENSOR, abstract_mesh, cut_of, entry_axes
 from jaxpar.row_dependence import Kind, Reader, Value, traced
-from jaxpar.row_dependence.collectives import JOINS_MIXED
+from jaxpar.row_dependence.values import JOINS_MIXED, OTHER_PROGRAM
 from jaxpar.shard_map import as_on_a_device, manual_over_data_and_stage
 from jaxpar.sharding import path_string
 from jaxpar.step.row_checks import (
@@ -89,7 +91,8 @@ def check_positions(
         warnings.warn(
             "a device has some positions of a sequence, of which batch['positions'] and jaxpar.context_parallel.places say the "
             f"numbers; got code that depends on which a device has: {_of_positions('; '.join(doubts))}. Use these numbers, "
-            "random keys that differ by position, and sums over the whole sequence (sum_over_sequence, max_over_sequence).",
+            "random keys that differ by position, and sums over the whole sequence (sum_over_sequence, max_over_sequence); send "
+            "what each head has of its own, such as slopes, through sequence_to_heads.",
             stacklevel=2,
         )
     is_wrong = any(value.kind in NO_SUMS for value in (loss_sum, weight_sum))
@@ -115,18 +118,36 @@ def _of_devices(
 ) -> Found | None:
     """Returns how the loss depends on which positions a device has, of a sequence that more devices share, or fewer.
 
-    None if that is not known: a model sends positions from device to device, or takes no such numbers of devices.
+    None if that is not known: a model sends positions from device to device, or takes no such numbers of devices, which is
+    told.
     """
-    parts = mesh.shape[CONTEXT]
-    seq = size_of(batch, 1)
+    parts, seq = mesh.shape[CONTEXT], size_of(batch, 1)
+    read = partial(_of_so_many, model, loss, params, batch, mesh, shardings)
+    if _sends_on(model, params, batch, mesh, shardings):
+        return None
     # Numbers of devices, and the sequence: a device has as much of it as in the step, if the model takes twice its length.
     cases = [((2 * parts, parts), 2 * seq)]
     if seq % (4 * parts) == 0:
         cases.append(((2 * parts, parts), seq))
-    if parts > 2:  # heads may divide by no more
+    if parts > 2:
         cases.append(((parts, parts // 2), seq))
-    each = (_of_so_many(model, loss, params, batch, mesh, shardings, *case) for case in cases)
-    return next((found for found in each if found is not None), None)
+    first = None
+    # A device has several copies of heads, though the model has fewer heads than there are devices; else those it has.
+    for copies_heads, (counts, whole) in product((True, False), cases):
+        with copies_of_heads(counts[0] if copies_heads else 1):
+            found = read(counts, whole)
+        if found and not any(OTHER_PROGRAM in each for each in found.doubts):
+            return found
+        first = first or found
+    if first is None and jax.process_index() == 0:
+        others = 2 * parts if parts == 2 else f"{2 * parts}, and no {parts // 2}"
+        warnings.warn(
+            "that a model mixes no positions of one device alone is read from two numbers of devices; got "
+            f"{arg(context=parts)}, and a model that takes no {arg(context=others)}. It is taken to be right. Compare its loss "
+            f"and gradients with those of {arg(context=1)}.",
+            stacklevel=2,
+        )
+    return first
 
 
 def _of_so_many(
@@ -141,24 +162,34 @@ def _of_so_many(
 ) -> Found | None:
     """Returns the same from two numbers of devices, the larger one first."""
     sizes = whole // counts[0], whole // counts[1]
-    axes = {axis: size for axis, size in mesh.shape.items() if axis != TENSOR}
-    meshes = [abstract_mesh(**(axes | {CONTEXT: count})) for count in counts]
+    meshes = [_with_parts(mesh, count) for count in counts]
     within = [partial(as_on_a_device, each) for each in meshes]
     batches = [resized(batch, size, dim=1) for size in sizes]
-    local = (
-        params
-        if shardings is None
-        else jax.tree.map(partial(_owned_shape, mesh=meshes[0]), params, shardings)
-    )
     reader = Reader(sizes[0], sizes[1] / sizes[0], axis=CONTEXT, num_joined=sizes[0] // 2)
-    try:
-        with within[1]():
-            traced_model = jax.make_jaxpr(_forward(model))(local, batches[1])
-    except Exception:  # of any kind: a model is a function of the user
-        return None
-    if any(each.primitive.name == "ppermute" for each in equations(traced_model)):
-        return None
-    return examine(model, loss, local, batches, reader, within)
+    return examine(model, loss, _owned(params, shardings, meshes[0]), batches, reader, within)
+
+
+def _sends_on(model: Model, params: PyTree, batch: PyTree, mesh: Mesh, shardings: PyTree) -> bool:
+    """Whether a model sends positions from device to device, as around a ring."""
+    parts = mesh.shape[CONTEXT]
+    own = resized(batch, size_of(batch, 1) // parts, dim=1)
+    on_mesh = _with_parts(mesh, parts)
+    with as_on_a_device(on_mesh):
+        program = jax.make_jaxpr(_forward(model))(_owned(params, shardings, on_mesh), own)
+    return any(each.primitive.name == "ppermute" for each in equations(program))
+
+
+def _with_parts(mesh: Mesh, parts: int) -> AbstractMesh:
+    """Returns the mesh without ``tensor``, where so many devices share a sequence."""
+    axes = {axis: size for axis, size in mesh.shape.items() if axis != TENSOR}
+    return abstract_mesh(**(axes | {CONTEXT: parts}))
+
+
+def _owned(params: PyTree, shardings: PyTree, mesh: AbstractMesh) -> PyTree:
+    """Returns the shapes of the params that a device has in a step."""
+    if shardings is None:
+        return params
+    return jax.tree.map(partial(_owned_shape, mesh=mesh), params, shardings)
 
 
 def _owned_shape(param: Any, sharding: NamedSharding, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:

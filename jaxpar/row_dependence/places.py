@@ -1,0 +1,107 @@
+"""The rule by which values that depend on no row come to depend on the places of rows, besides ``iota`` and constants.
+
+    table[: len(h)]                 a slice that has as many entries as rows, of a table that has not
+    jnp.pad(w, (0, len(h) - 3))     the first entries are others than the last
+    jnp.cumsum(jnp.ones(len(h)))    what is added up has as many terms as the place says
+
+Copies of one number are none of these: ``jnp.ones(9)[: len(h)]`` is the same at all places.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from jaxpar.row_dependence.operation import Operation
+from jaxpar.row_dependence.values import ZERO, Place, Value, Values
+
+Dims = Collection[int]
+
+
+class _Makes(NamedTuple):
+    """How an operation makes entries that differ by their places.
+
+    Attributes:
+        names: The operations.
+        dims: Returns the dims along which entries differ.
+        of: The operands whose entries the result has.
+        adds: Whether it adds them up.
+    """
+
+    names: str
+    dims: Callable[[Operation], Dims]
+    of: slice = slice(1)
+    adds: bool = False
+
+
+def placed(op: Operation, given: Values, made: Sequence[Value]) -> list[Value]:
+    """Returns the results of an operation on values without rows: those that now depend on places say so."""
+    makes = _BY_NAME.get(op.name)
+    if makes is None or not all(value.is_free for value in given) or _are_copies(makes, given):
+        return list(made)
+    differing = set(makes.dims(op))
+    return [
+        replace(value, growth=1.0, place=Place.OTHER)
+        if value.is_free and not value.place and differing & set(op.varying_out(at))
+        else value
+        for at, value in enumerate(made)
+    ]
+
+
+def _are_copies(makes: _Makes, given: Values) -> bool:
+    """Whether a result is one number at all places."""
+    numbers = {value.number for value in given[makes.of]}
+    return numbers == {ZERO.number} or (
+        not makes.adds and len(numbers) == 1 and None not in numbers
+    )
+
+
+def _made_longer(op: Operation) -> Dims:
+    """The dims along which a part has as many entries as rows, and the whole has not."""
+    return set(op.varying_out()) - set(op.varying_in())
+
+
+def _padded(op: Operation) -> Dims:
+    config = op.params["padding_config"]
+    return [dim for dim, widths in enumerate(config) if any(widths)]
+
+
+def _joined(op: Operation) -> Dims:
+    """The dim along which arrays are joined of which not all have rows there."""
+    axis = op.params["dimension"]
+    have_rows = [axis in op.varying_in(at) for at in range(len(op.few.invars))]
+    return [] if all(have_rows) else [axis]
+
+
+def _gathered(op: Operation) -> Dims:
+    return [] if op.varying_in() else op.params["dimension_numbers"].offset_dims
+
+
+def _written(op: Operation) -> Dims:
+    return op.params["dimension_numbers"].scatter_dims_to_operand_dims
+
+
+def _updated(op: Operation) -> Dims:
+    whole, part = op.in_shapes(0)[0], op.in_shapes(1)[0]
+    return [dim for dim, sizes in enumerate(zip(whole, part, strict=True)) if len(set(sizes)) > 1]
+
+
+def _summed(op: Operation) -> Dims:
+    return [op.params["axis"]]
+
+
+def _windows(op: Operation) -> Dims:
+    return [dim for dim, size in enumerate(op.params["window_dimensions"]) if size > 1]
+
+
+_TABLE = (
+    _Makes("slice dynamic_slice split", _made_longer),
+    _Makes("pad", _padded, of=slice(2)),
+    _Makes("concatenate", _joined, of=slice(None)),
+    _Makes("gather", _gathered),
+    _Makes("scatter scatter-min scatter-max", _written, of=slice(0, 3, 2)),
+    _Makes("scatter-add scatter-sub scatter-mul", _written, of=slice(0, 3, 2), adds=True),
+    _Makes("dynamic_update_slice", _updated, of=slice(2)),
+    _Makes("cumsum cumprod cumlogsumexp", _summed, adds=True),
+    _Makes("reduce_window reduce_window_sum", _windows, adds=True),
+)
+_BY_NAME = {name: makes for makes in _TABLE for name in makes.names.split()}
