@@ -932,7 +932,7 @@ def of_heads(slopes):
 
 @pytest.mark.parametrize(
     "slopes",
-    [lambda h, count: 0.5 ** jnp.arange(count), lambda h, count: jnp.array([2, 1, 2, 1])[:count]],
+    [lambda h, count: 0.5 ** jnp.arange(count), lambda h, count: jnp.array([2, 1] * 3)[:count]],
     ids=["an index", "a slice"],
 )
 def test_what_belongs_to_the_heads_of_a_device_and_is_counted_on_it_is_told(slopes):

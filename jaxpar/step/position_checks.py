@@ -91,8 +91,8 @@ def check_positions(
         warnings.warn(
             "a device has some positions of a sequence, of which batch['positions'] and jaxpar.context_parallel.places say the "
             f"numbers; got code that depends on which a device has: {_of_positions('; '.join(doubts))}. Use these numbers, "
-            "random keys that differ by position, and sums over the whole sequence (sum_over_sequence, max_over_sequence); send "
-            "what each head has of its own, such as slopes, through sequence_to_heads.",
+            "random keys that differ by position, and sums over the whole sequence (sum_over_sequence, max_over_sequence); "
+            "send what each head has of its own, such as slopes, through sequence_to_heads.",
             stacklevel=2,
         )
     is_wrong = any(value.kind in NO_SUMS for value in (loss_sum, weight_sum))
