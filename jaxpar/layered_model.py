@@ -13,8 +13,8 @@ The layout (``pipeline/layout.py``) defines which position holds which layer. Fu
 call ``check_unpacked``, which finds packed layers anywhere in a tree.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -194,16 +194,8 @@ def shapes_of(function: Callable[[PyTree, PyTree], PyTree], *given: PyTree, of: 
         ValueError: It names an axis of the mesh.
     """
     try:
-        shapes = jax.eval_shape(function, *given)
-    except NameError as error:
-        if "axis name" not in str(error):
-            raise
-        raise ValueError(
-            f"{of} must not name an axis of the mesh, as jax.lax.psum does, since it is given rows of "
-            f"one replica, and sums over all are made for it; got: {str(error).partition('.')[0]}. "
-            "Return a number for each row, which the loss sums over all rows, or put numbers of all "
-            "rows into the batch."
-        ) from error
+        with names_no_axis(of):
+            shapes = jax.eval_shape(function, *given)
     except TypeError as error:
         wrong = [
             leaf
@@ -216,6 +208,27 @@ def shapes_of(function: Callable[[PyTree, PyTree], PyTree], *given: PyTree, of: 
     if not jax.tree.leaves(shapes):
         raise TypeError(_none_of_arrays(of, brief(repr(shapes))))
     return shapes
+
+
+@contextmanager
+def names_no_axis(of: str) -> Iterator[None]:
+    """Raises ValueError where ``of``, a function of a model, or a loss, that is traced in it names an axis of the mesh."""
+    try:
+        yield
+    except NameError as error:
+        if "axis name" not in str(error):
+            raise
+        remedy = (
+            ""
+            if of == "loss"
+            else " What sends rows to the owners of params that are sharded over data does so if "
+            '"data" in jax.sharding.get_abstract_mesh().manual_axes (docs/your_model.md, Experts over data).'
+        )
+        raise ValueError(
+            f"{of} must not name an axis of the mesh, as jax.lax.psum does, since it is given rows of one replica, and sums "
+            f"over all are made for it; got: {str(error).partition('.')[0]}. Return a number for each row, which the loss "
+            f"sums over all rows, or put numbers of all rows into the batch.{remedy}"
+        ) from error
 
 
 def _none_of_arrays(of: str, got: str) -> str:

@@ -272,18 +272,22 @@ def test_packed_layers_accumulated_steps_and_a_frozen_router(x64):
     assert_same(jaxpar.fetch(got), want, within=1e-10)
 
 
-def test_a_model_that_sends_nothing_over_data_is_refused():
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [
+        (P(None, "data"), "no collective over data in the model"),
+        (P("data"), "dot_general requires contracting dimensions"),
+    ],
+    ids=["shapes fit", "shapes do not fit"],
+)
+def test_a_model_that_sends_nothing_over_data_is_refused(rule, why):
     mesh, params = (
         jaxpar.make_mesh(data=2),
         jax.eval_shape(functools.partial(init, dtype=jnp.float32), jax.random.key(0)),
     )
     model = jaxpar.LayeredModel(embed, lambda p, h: h + h @ p["router"] @ p["router"].T, MODEL.head)
-    shardings = jaxpar.shardings_from_paths(
-        params, mesh, {"layers/router": P(None, "data"), "**": P()}
-    )
-    message = (
-        "layers/router of .* and no collective over data in the model.*zero=3 shards params over it"
-    )
+    shardings = jaxpar.shardings_from_paths(params, mesh, {"layers/router": rule, "**": P()})
+    message = f"layers/router .* of which a replica has .* and: {why}.*zero=3 shards params over it"
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(
             jaxpar.value_and_grad(model, loss, mesh, shardings=shardings), params, make_batch(0)

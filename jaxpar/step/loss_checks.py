@@ -11,14 +11,16 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar.fields import brief
+from jaxpar.layered_model import names_no_axis
 
 
 def check_loss(loss: Callable, outputs: PyTree, batch: PyTree, *, has_aux: bool | None) -> None:
     """Raises unless ``loss`` returns two real scalars, and with ``has_aux`` a dict of further ones; None takes arrays too."""
     found = []
-    jax.eval_shape(
-        lambda *given: found.append(jax.tree.map(_abstract, loss(*given))), outputs, batch
-    )
+    with names_no_axis("loss"):
+        jax.eval_shape(
+            lambda *given: found.append(jax.tree.map(_abstract, loss(*given))), outputs, batch
+        )
     (given,) = found
     count = len(given) if isinstance(given, tuple) else 1
     if count not in ((2, 3) if has_aux is None else (2 + has_aux,)) or (

@@ -250,7 +250,12 @@ def check_owned(
     is_split = mesh.shape[CONTEXT] > 1
     if not has_owned and not is_split:
         return
-    axes = _axes_of_collectives(forward, params, batch, shardings, mesh)
+    try:
+        axes = _axes_of_collectives(forward, params, batch, shardings, mesh)
+    except (TypeError, ValueError) as error:  # of shapes, as products of matrices raise
+        if not has_owned:
+            raise
+        raise ValueError(_of_owner(*owned[0], params, mesh, str(error).rstrip("."))) from error
     if is_split and CONTEXT not in axes:
         raise ValueError(
             "each device has a part of every sequence, so layers must gather what they read of other positions; got "
@@ -258,13 +263,21 @@ def check_owned(
             f"values of jaxpar.context_parallel.gather_sequence, or use {arg(context=1)}."
         )
     if has_owned and DATA not in axes:
-        path, spec = owned[0]
-        raise ValueError(
-            "layers must send rows to the owner of a param that is sharded over data for good; got "
-            f"{path_string(path)} of {spec} and no collective over data in the model. Write one, such as "
-            'jax.lax.all_to_all(rows, "data", 0, 0), or leave data out of the rule: zero=3 shards params over it, and gathers '
-            "them."
-        )
+        got = "no collective over data in the model"
+        raise ValueError(_of_owner(*owned[0], params, mesh, got))
+
+
+def _of_owner(path: tuple, spec: PartitionSpec, params: PyTree, mesh: Mesh, got: str) -> str:
+    """Returns the message for a model that does not send rows to the owners of a param."""
+    found = {path_string(at): leaf for at, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    param = found[path_string(path)]
+    own = _owned_shape(param, NamedSharding(abstract_mesh(**mesh.shape), spec), mesh).shape
+    return (
+        "layers must send rows to the owner of a param that is sharded over data for good; got "
+        f"{path_string(path)} {list(param.shape)} of {spec}, of which a replica has {list(own)}, and: {got}. Send rows to "
+        "the owners (docs/your_model.md, Experts over data), or leave data out of the rule: zero=3 shards params over it, "
+        "and gathers them."
+    )
 
 
 def _axes_of_collectives(
