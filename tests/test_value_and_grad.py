@@ -263,7 +263,7 @@ def test_a_loss_that_names_an_axis_of_the_mesh_is_refused(mesh):
     loss = lambda outputs, batch: (jax.lax.psum(jnp.sum(outputs), "data"), 1.0)
     model = lambda params, batch: batch["x"] * params
     grad = jaxpar.value_and_grad(model, loss, mesh)
-    with pytest.raises(ValueError, match="loss must not name an axis .* unbound axis name: data"):
+    with pytest.raises(ValueError, match=r"loss must not name an axis .* unbound axis name: data"):
         jax.eval_shape(grad, jnp.ones(()), {"x": np.ones((16, 1), np.float32)})
 
 
