@@ -271,7 +271,8 @@ def _of_owner(path: tuple, spec: PartitionSpec, params: PyTree, mesh: Mesh, got:
     """Returns the message for a model that does not send rows to the owners of a param."""
     found = {path_string(at): leaf for at, leaf in jax.tree_util.tree_leaves_with_path(params)}
     param = found[path_string(path)]
-    own = _owned_shape(param, NamedSharding(abstract_mesh(**mesh.shape), spec), mesh).shape
+    on_mesh = abstract_mesh(**mesh.shape)
+    own = _owned_shape(param, NamedSharding(on_mesh, spec), on_mesh).shape
     return (
         "layers must send rows to the owner of a param that is sharded over data for good; got "
         f"{path_string(path)} {list(param.shape)} of {spec}, of which a replica has {list(own)}, and: {got}. Send rows to "
