@@ -178,6 +178,16 @@ def test_a_batch_of_another_mesh_is_refused_with_both_named(mesh, adam_step, sta
         grads(state.params, on_mesh(other))
 
 
+def test_a_state_of_an_optimizer_on_one_device_is_refused_with_the_function_that_makes_one(
+    mesh, adam_step, state
+):
+    by_hand = ADAM.init(jaxpar.fetch(state.params))
+    with pytest.raises(
+        ValueError, match=r"got opt_state/0/count on 1 of 4 devices\. Make .* jaxpar\.init_state"
+    ):
+        adam_step(TrainState(state.step, state.params, by_hand, state.num_skipped), on_mesh(mesh))
+
+
 def test_the_state_is_donated(mesh, adam_step, state):
     new, _ = adam_step(state, on_mesh(mesh))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.params, state.opt_state)))

@@ -1,4 +1,4 @@
-"""Whether a state is sharded as the step that updates it computes its gradients: by ZeRO, or whole on each replica."""
+"""Whether a state is on one mesh, and sharded as the step that updates it computes its gradients: by ZeRO, or whole."""
 
 from collections.abc import Iterator
 from typing import Any, TypeGuard
@@ -15,6 +15,23 @@ from jaxpar.step.optimizer_state import Optimizer, optimizer_shardings
 from jaxpar.step.settings import Parallel
 from jaxpar.trainable import trained_part
 from jaxpar.zero import shardings_at_rest
+
+
+def check_on_one_mesh(state: PyTree) -> None:
+    """Raises ValueError for a state whose arrays are on several sets of devices."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    devices = {
+        path_string(path): leaf.sharding.device_set
+        for path, leaf in leaves
+        if isinstance(getattr(leaf, "sharding", None), jax.sharding.Sharding)
+    }
+    most = max(devices.values(), key=len, default=set())
+    if apart := [path for path, found in devices.items() if found != most]:
+        raise ValueError(
+            f"the arrays of a state must be on one mesh; got {apart[0]} on {len(devices[apart[0]])} of {len(most)} devices. "
+            "Make the first state with jaxpar.init_state; with params that are there already, by "
+            "init_state(lambda key: params, key, optimizer, parallel)."
+        )
 
 
 def check_zero(parallel: Parallel, optimizer: Optimizer, params: PyTree, opt_state: PyTree) -> None:
