@@ -14,7 +14,7 @@ from jaxpar.commands.cli import named, program
 from jaxpar.fields import near_name
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.interrupt import INTERRUPTED, ended_by_interrupt
-from jaxpar.runtime.output import printable_lines, tell, text_of
+from jaxpar.runtime.output import printable_lines, take_all_characters, tell, text_of
 
 COMMANDS = {
     "train": "train a recipe: a GPT, house prices, digits, and others; train --help lists them",
@@ -43,6 +43,8 @@ def main(args: Sequence[str] | None = None) -> int:
         args: The command and its arguments; by default those of the command line.
     """
     name, *rest = (sys.argv[1:] if args is None else args) or ["--help"]
+    if name != "manifest":  # whose output is a file, in which a wrong character is worse than none
+        take_all_characters()
     try:
         with ended_by_interrupt() if name in QUICK else nullcontext():
             return _run(name, rest)

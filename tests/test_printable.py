@@ -1,6 +1,8 @@
 """Names and values from files are printed with the control characters of a terminal escaped."""
 
+import io
 import json
+import sys
 
 import pytest
 
@@ -88,3 +90,30 @@ def test_a_model_that_no_run_has_written_is_refused(tmp_path, text):
     (tmp_path / trained_linear.MODEL).write_text(text)
     with pytest.raises(ValueError, match="must be one that a run has written"):
         trained_linear.describe_prediction(tmp_path, (1.0,))
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_characters_that_an_encoding_lacks_end_no_run_and_no_command(
+    encoding, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 2.0}\n{"step": 1, "loss": 1.0}\n')
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding=encoding))
+    say("a sample \ufffd of a byte model")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding=encoding))
+    assert jaxpar_main(["plot", str(tmp_path), "--out", str(tmp_path / "loss.png")]) == 0
+    sys.stdout.flush()
+    assert printed.getvalue().startswith(b"a sample ? of a byte model\n")
+    assert b"??\nwrote " in printed.getvalue()
+    assert (tmp_path / "loss.png").exists()
+
+
+def test_a_job_that_an_encoding_cannot_hold_is_refused_and_not_written_otherwise(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
+    job = ["manifest", "--kind", "sbatch", "--mesh.data", "8"]
+    assert jaxpar_main([*job, "recipes/gpt.py", "--out-dir", "/\u8dd1"]) == 2
+    assert "must have the characters of its encoding, latin-1; got \u8dd1. Set PYTHONUTF8=1" in (
+        capsys.readouterr().err
+    )

@@ -132,3 +132,16 @@ def test_every_variable_that_the_code_names_is_known():
     texts = [path.read_text() for pattern in ("*.py", "*.sbatch") for path in root.rglob(pattern)]
     named = {name for text in texts for name in re.findall(r"\bJAXPAR_[A-Z_]*[A-Z]", text)}
     assert named - {*OF_TESTS} == {*OWN_VARIABLES}
+
+
+@pytest.mark.parametrize("written", ["fd00::2:7442", "[fd00::2]:7442"])
+def test_an_ipv6_address_of_the_coordinator_gets_the_brackets_that_jax_needs(written):
+    env = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0", "JAX_COORDINATOR_ADDRESS": written}
+    assert read_process_env(env).coordinator == "[fd00::2]:7442"
+
+
+@pytest.mark.parametrize("name", ["JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"])
+def test_an_ipv6_address_without_a_port_is_refused(name):
+    env = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0", "JAX_COORDINATOR_ADDRESS": "a:1"}
+    with pytest.raises(ValueError, match=rf"^{name} must have an IPv6 .*'fd00::2'. Write such"):
+        read_process_env(env | {name: "fd00::2"})

@@ -18,7 +18,7 @@ from jaxpar.metrics.status import JsonStream, StatusLines, render_status
 from jaxpar.run.flags import MonitoringFlags, RunFlags, log_seconds
 from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.runtime.output import printable_lines, tell, text_of
+from jaxpar.runtime.output import printable_lines, take_all_characters, tell, text_of
 from jaxpar.runtime.uncaught import DISK_FAULTS
 
 NO_GRADIENT = (
@@ -57,9 +57,10 @@ def spared(what: str) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Prints a line, on the first process only. A run goes on where the reader of what it prints, such as head, has ended."""
+    """Prints a line, on the first process only. A run goes on where the reader, such as head, has ended or has another encoding."""
     if jax.process_index() != 0:
         return
+    take_all_characters()
     try:
         print(printable_lines(text), flush=True)
     except BrokenPipeError:

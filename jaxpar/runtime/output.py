@@ -37,6 +37,11 @@ def printable_lines(text: str) -> str:
 
 def text_of(error: BaseException) -> str:
     """Returns what to say of an error; of one of the system, which has a code and a path alone, the rule and the remedy too."""
+    if isinstance(error, UnicodeEncodeError) and "utf" not in error.encoding:
+        return (
+            f"what is printed must have the characters of its encoding, {error.encoding}; got "
+            f"{printable(error.object[error.start : error.end])[:80]}. Set PYTHONUTF8=1 and leave PYTHONIOENCODING unset."
+        )
     if not isinstance(error, OSError) or None in (error.errno, error.strerror):
         return str(error)
     remedy = (
@@ -46,6 +51,12 @@ def text_of(error: BaseException) -> str:
         "a file that is read must be there, and one that is written in a folder with room that takes it; got "
         f"{error.strerror}: {error.filename or 'standard output'}. {remedy}"
     )
+
+
+def take_all_characters() -> None:
+    """Has standard output print "?" for a character that its encoding lacks, as latin-1 lacks those of a sketch, and not fail."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
 
 
 def tell(text: str) -> None:

@@ -10,6 +10,7 @@ Upper rows take precedence over lower ones. ``jax.distributed.initialize`` itsel
 JAX_ variables in this table.
 """
 
+import ipaddress
 import math
 import re
 from collections.abc import Mapping
@@ -82,7 +83,7 @@ def read_process_env(environ: Mapping[str, str]) -> ProcessEnv | None:
             "missing, start processes by `python -m jaxpar launch`, or unset the rest to train in this process alone."
         )
     env = ProcessEnv(
-        coordinator=given["JAX_COORDINATOR_ADDRESS"],
+        coordinator=_in_brackets(given["JAX_COORDINATOR_ADDRESS"], "JAX_COORDINATOR_ADDRESS"),
         num_processes=_number("JAX_NUM_PROCESSES", given),
         process_id=_number("JAX_PROCESS_ID", given),
         bind=environ.get("JAX_COORDINATOR_BIND_ADDRESS"),
@@ -139,11 +140,26 @@ def check_process_env(env: ProcessEnv) -> None:
 
 
 def split_address(address: str, name: str = "an address") -> tuple[str, int]:
-    """Returns host and port of ``host:port`` or ``[ipv6]:port``."""
+    """Returns host and port of ``host:port`` or ``[ipv6]:port``, also without the brackets."""
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 2**16:
         raise ValueError(f"{name} must be host:port; got {address!r}. Write such as 10.0.0.1:1234.")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    bare = host.removeprefix("[").removesuffix("]")
+    if ":" in bare:
+        try:
+            ipaddress.IPv6Address(bare)
+        except ValueError as error:
+            raise ValueError(
+                f"{name} must have an IPv6 address before its last colon, and a port after it; got {address!r}. Write such as "
+                "[fd00::2]:1234."
+            ) from error
+    return bare, int(port)
+
+
+def _in_brackets(address: str, name: str) -> str:
+    """Returns an address with the brackets around an IPv6 address without which JAX does not reach it."""
+    host, port = split_address(address, name)
+    return f"[{host}]:{port}" if ":" in host else address
 
 
 def _number(name: str, given: Mapping[str, str]) -> int:
