@@ -57,7 +57,7 @@ def spared(what: str) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Prints a line, on the first process only. A run goes on where the reader, such as head, has ended or has another encoding."""
+    """Prints a line, on the first process only. A run goes on where the reader, such as head, has ended."""
     if jax.process_index() != 0:
         return
     take_all_characters()

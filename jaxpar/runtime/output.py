@@ -54,7 +54,7 @@ def text_of(error: BaseException) -> str:
 
 
 def take_all_characters() -> None:
-    """Has standard output print "?" for a character that its encoding lacks, as latin-1 lacks those of a sketch, and not fail."""
+    """Has standard output print "?" for a character that its encoding lacks, instead of failing."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
 
