@@ -172,6 +172,8 @@ def main(config: Config) -> None:
         begins_with = own.init_from if config.makes_state else None
         weights = begins_with and model_files.read_weights(begins_with, shape, layout, run.target)
     optimizers.say_new_rate(config, run.saved, run.first_step)
+    if remark := remark_on_rows_held_out(config, run.saved):
+        say(remark)
     say(text.describe())
     say(language_model.describe(own, config.lora, shape, mesh, num_factors, schedule=own.schedule))
     if remark := remark_on_positions(config, shape):
@@ -329,6 +331,16 @@ def remark_on_positions(config: Config, shape: transformer.TransformerConfig) ->
     return "" if folder is None else beyond_positions(shape, config.data.seq, folder, "--seq")
 
 
+def remark_on_rows_held_out(config: Config, saved: Mapping[str, Any]) -> str:
+    """Returns what to say where a run with ``saved`` settings goes on with other rows to evaluate; else ""."""
+    now, was = config.recipe.eval_rows, saved.get("eval_rows", Recipe.eval_rows)
+    if not saved or now == was:
+        return ""
+    best = config.checkpoint.keep_best
+    compared = "" if best is None else f", and --keep-best {best} compares the two"
+    return f"--eval-rows {now} instead of {was}: the losses from here on are of other rows held out than those before{compared}"
+
+
 def numbers_depend_on(config: Config, text: Data) -> dict[str, Any]:
     """Returns the settings that a resumed run must share with the saved one, which excludes mesh, schedule, ZeRO and remat."""
     found = config.values("seed", "steps", "model", "seq", "batch_size", "dtype")
@@ -336,6 +348,8 @@ def numbers_depend_on(config: Config, text: Data) -> dict[str, Any]:
         found["products"] = config.recipe.products
     if config.recipe.window is not None:
         found["window"] = config.recipe.window
+    if config.recipe.eval_rows != Recipe.eval_rows:  # else losses on other rows would be compared
+        found["eval_rows"] = config.recipe.eval_rows
     if config.recipe.init_from is not None:
         found["init_from"] = f"crc32 {model_files.checksum_of_model(config.recipe.init_from)}"
     if config.recipe.router_bias_rate is not None:

@@ -105,8 +105,9 @@ def test_a_run_goes_on_only_with_its_own_config(tmp_path):
     manager.restore(state, config={"features": ("area", "rooms"), "learning_rate": 0.1})
     manager.restore(state)
     message = (
-        "a run must continue with the config that it was saved with; got learning_rate=0.2 (saved: 0.1), seed=1 (saved: None) "
-        f"for step 0 in {tmp_path}. Give the saved values, allow these to change (allow_change="
+        "a run must continue with the config that it was saved with; got learning_rate=0.2 (saved: 0.1), seed=1 "
+        f"(saved: not given) for step 0 in {tmp_path}. Give the saved values, none where none was given, allow these to "
+        "change (allow_change="
         "('learning_rate', 'seed') of a Run's flags, or allow=('learning_rate', 'seed') of restore), or start "
         "a run in another folder."
     )

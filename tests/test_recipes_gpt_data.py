@@ -16,6 +16,7 @@ import pytest
 
 import jaxpar
 from jaxpar import huggingface
+from jaxpar.checkpoint.restore import check_config
 from jaxpar.commands import recipe as cli
 from jaxpar.data.packing import IGNORED
 from jaxpar.huggingface import read_tokenizer
@@ -433,6 +434,8 @@ def test_files_that_are_not_read_or_not_held_out_are_told(tmp_path, capsys):
         f"{tmp_path}/val.jsonl: learned like the other --data, but for a share of its own. Files with val or test"
         in said
     )
+    assert "40 of 80 documents of all --data equal an earlier one" in said
+    assert "documents are learned too" not in said, "equal ones are chosen alike"
     for name in ("train.bin", "val.bin", "more/train.bin"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         np.zeros(100, np.uint16).tofile(tmp_path / name)
@@ -445,6 +448,80 @@ def test_files_that_are_not_read_or_not_held_out_are_told(tmp_path, capsys):
         .parts[0]
         .remark
     )
+
+
+def test_held_out_documents_that_are_learned_are_told(tmp_path, capsys):
+    """From another --data, or from another file of a folder."""
+
+    def said_of(*names):
+        flags = gpt.Config.of(
+            data=[tmp_path / name for name in names], seq=16, token_cache=tmp_path / "cache"
+        )
+        language_data.make_rows(flags.data, language_data.load_data(flags.data), 256)
+        return capsys.readouterr().out
+
+    def write(name, numbers):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        lines = [json.dumps({"text": f"number {i}"}) + "\n" for i in numbers]
+        (tmp_path / name).write_text("".join(lines))
+
+    write("a/train.jsonl", range(40))
+    write("a/val.jsonl", range(100, 110))
+    write("b/train.jsonl", range(200, 220))
+    write("b/val.jsonl", range(37, 45))
+    assert "documents are learned too" not in said_of("a")
+    said = said_of("a", "b")
+    assert "3 of 78 documents of all --data equal an earlier one" in said
+    assert "3 of 18 held-out documents are learned too, from equal ones, so the loss on" in said
+    write("a/val.jsonl", range(38, 50))
+    assert "2 of 12 held-out documents are learned too" in said_of("a")
+
+
+def test_the_sample_begins_with_a_question_held_out_and_not_with_its_answer(folder, tmp_path):
+    """Which a reader would take for what the model writes."""
+    own, cache = read_tokenizer(folder / "llama"), folder / "cache"
+    completions = [{"prompt": f"what is {i}?", "completion": " a small animal"} for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in completions))
+
+    def prompt(data, seq=SEQ):
+        flags = DataFlags(data=(data,), token_cache=cache, seq=seq)
+        tokens = language_data.load_data(flags, folder / "llama").prompt(flags)
+        return own.decode(tokens, special=True)
+
+    asked = r"(<\|begin\|>)?<\|im_start\|>user\n.*\?<\|im_end\|>\n<\|im_start\|>assistant\n"
+    whole = prompt(folder / "chat.jsonl")
+    assert re.fullmatch(asked, whole)
+    assert re.fullmatch(r"(<\|begin\|>)?what is \d+\?", prompt(tmp_path / "a.jsonl"))
+    assert whole.endswith(prompt(folder / "chat.jsonl", seq=8)), "the end of one that is too long"
+    assert len(prompt(folder / "lines.jsonl", seq=8)) > 4, "of text, its beginning"
+
+
+def test_a_run_goes_on_with_the_rows_held_out_that_it_had(folder):
+    """Else --keep-best would compare losses on other rows."""
+    data = language_data.load_data(DataFlags(data=(folder / "lines.jsonl",)), folder / "llama")
+    of = lambda **flags: gpt.Config.of(keep_best="test_loss", **flags)
+    saved, usual = (gpt.numbers_depend_on(of(**each), data) for each in ({"eval_rows": 64}, {}))
+    with pytest.raises(ValueError, match=r"got eval_rows=4 \(saved: 64\) for step 1"):
+        check_config(gpt.numbers_depend_on(of(eval_rows=4), data), saved, "step 1")
+    with pytest.raises(
+        ValueError,
+        match=r"got eval_rows=not given \(saved: 64\) .* Give the saved values, allow",
+    ):
+        check_config(usual, saved, "step 1")
+    assert gpt.remark_on_rows_held_out(of(eval_rows=4), saved) == (
+        "--eval-rows 4 instead of 64: the losses from here on are of other rows held out than those before, and --keep-best "
+        "test_loss compares the two"
+    )
+    for given, was in (({"eval_rows": 64}, saved), ({}, usual), ({"eval_rows": 4}, {})):
+        assert gpt.remark_on_rows_held_out(of(**given), was) == ""
+
+
+def test_the_largest_metric_is_asked_for_as_the_help_has_it():
+    """Tyro alone takes -test_loss for a flag."""
+    parse = lambda *args: cli.parse(gpt.main, gpt.Config, args).checkpoint.keep_best
+    for given in (["--keep-best", "-test_loss"], ["--keep-best=-test_loss"]):
+        assert parse(*given, "--steps", "9") == "-test_loss"
+    assert parse("--keep-best", "test_loss") == "test_loss"
 
 
 @pytest.mark.full

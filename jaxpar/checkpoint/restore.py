@@ -231,12 +231,14 @@ def check_config(
         name for name in {**saved, **now} if now.get(name) != saved.get(name) and name not in allow
     ]
     if names:
+        given = lambda settings, name: repr(settings[name]) if name in settings else "not given"
         got = ", ".join(
-            f"{printable(name)}={now.get(name)!r} (saved: {saved.get(name)!r})" for name in names
+            f"{printable(name)}={given(now, name)} (saved: {given(saved, name)})" for name in names
         )
+        left_out = "" if saved.keys() >= set(names) else ", none where none was given"
         raise ValueError(
             f"a run must continue with the config that it was saved with; got {got} for {where}. "
-            f"Give the saved values, allow these to change ({_allowing(names)}), or "
+            f"Give the saved values{left_out}, allow these to change ({_allowing(names)}), or "
             "start a run in another folder."
         )
 

@@ -124,6 +124,27 @@ def _check_once(flags: Callable[..., Any], args: Sequence[str]) -> None:
         raise ValueError(printable(f"{flag} must be given once; got {shown}. {remedy}"))
 
 
+def with_joined_values(flags: Callable[..., Any], args: Sequence[str]) -> list[str]:
+    """Returns a command line with texts that begin with one "-" joined to their flags, as tyro needs them: --flag=-text.
+
+    Args:
+        flags: A function or a dataclass, as ``flag_names`` takes it.
+        args: The command line.
+    """
+    kinds, names = _given_once(flags)
+    takes_text = {
+        name for name, flag in names.items() if str in (kinds[flag], *get_args(kinds[flag]))
+    }
+    found: list[str] = []
+    for word in args:
+        is_joined = "--" not in found and re.match("-[^-]", word) and word not in ("-h", *names)
+        if is_joined and found and found[-1].replace("_", "-") in takes_text:
+            found[-1] += f"={word}"
+        else:
+            found.append(word)
+    return found
+
+
 def _given_once(flags: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the types of the flags that may be given once, by flag, and their flags, by each name that they have."""
     import tyro

@@ -33,6 +33,7 @@ from jaxpar.commands.cli import (
     list_aliases,
     list_flags,
     suggest_values,
+    with_joined_values,
     wrapped,
 )
 from jaxpar.compile_only import start_on_cpu
@@ -128,7 +129,7 @@ def _parse(kind: type[Flags], args: Sequence[str], **about: Any) -> Flags:
     try:
         try:
             with given_by(flag_names(kind)):
-                return tyro.cli(kind, args=args, **about)
+                return tyro.cli(kind, args=with_joined_values(kind, args), **about)
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # here, since the error could not be caught when the process ends

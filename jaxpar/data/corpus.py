@@ -79,6 +79,12 @@ class Corpus(TokenisedFiles):
     train: Documents
     test: Documents
 
+    def checksums_of(self, documents: Documents) -> np.ndarray:
+        """Returns the checksums of some of the documents; none if there is a single one, of which each part has a piece."""
+        if len(self.documents) == 1:
+            return self.checksums[:0]
+        return self.checksums[np.searchsorted(self.documents.ends, documents.ends)]
+
 
 def load_corpus(
     files: Sequence[Path], tokenizer: Tokenizer, cache: Path, *, test_fraction: float = 0.1

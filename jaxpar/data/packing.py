@@ -68,6 +68,12 @@ class Documents:
         """Returns the tokens of a document."""
         return self.tokens[self.starts[index] : self.ends[index]]
 
+    def before_learned(self, index: int) -> int:
+        """Returns how many tokens a document has before the first that is learned; 0 if none is."""
+        if self.learned is None:
+            return 0
+        return int(np.argmax(self.learned[self.starts[index] : self.ends[index]] != 0))
+
     def learned_tokens(self, most: int = 2**22) -> list[np.ndarray]:
         """Returns the tokens that are learned, of the first documents up to about ``most`` tokens, in one part."""
         found, left = [], most

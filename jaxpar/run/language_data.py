@@ -36,11 +36,18 @@ from jaxpar.huggingface.tokenizer import FolderTokenizer, has_tokenizer, read_to
 from jaxpar.run.batches import check_microbatches, in_rows
 from jaxpar.run.flags import CommonFlags, RunFlags
 from jaxpar.run.messages import say
-from jaxpar.run.remarks import remark_on_ends, remark_on_names, remark_on_others, remark_on_text
+from jaxpar.run.remarks import (
+    remark_on_ends,
+    remark_on_equal,
+    remark_on_names,
+    remark_on_others,
+    remark_on_text,
+)
 
 RECALL = Path("recall")  # of --data
 MOST_HELD_OUT = 4096  # records
-MOST_PROMPTED = 128  # tokens that the sample begins with, where no prompt is given
+MOST_PROMPTED = 128  # tokens of a text that the sample begins with, where no prompt is given
+MOST_ASKED = 4096  # tokens of a question held out that it begins with
 MOST_CHECKED_BYTES = 2**24  # of data that are read although the mesh cannot be made
 MOST_TOKENS = 2**31  # of a vocabulary that is not known yet
 TEST_FRACTION = 0.1
@@ -67,7 +74,7 @@ class DataFlags:
             pipeline, else 1.
         microbatch_tokens: Tokens of a microbatch of a replica, instead of --num-microbatches: a multiple of --seq.
         prompt: Beginning of the sample of text at the end of the run; for messages, what the user says. None: "def " for bytes,
-            else the beginning of text held out.
+            else the beginning of text held out, of an example with a prompt or of a conversation all before its first answer.
     """
 
     data: tuple[Path, ...] = ()
@@ -116,6 +123,8 @@ class Part:
         is_chat: Whether examples are conversations.
         remark: What to say about them when they are read.
         num_learned: The number of tokens to learn from that are targets, such as those of answers; None: all are.
+        is_question: Whether ``held_out`` ends where an answer that is learned begins.
+        checksums: Those of the documents to learn from and held out; None: rows are not of documents that are known.
     """
 
     rows: Callable[[int, int], tuple[RowSource, RowSource, str]]
@@ -128,6 +137,8 @@ class Part:
     is_chat: bool = False
     remark: str = ""
     num_learned: int | None = None
+    is_question: bool = False
+    checksums: tuple[np.ndarray, np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
@@ -196,7 +207,7 @@ class Data:
     def prompt(self, flags: DataFlags) -> np.ndarray:
         """Returns the tokens that the sample begins with."""
         if flags.prompt is None and not self.is_bytes:
-            return self.parts[0].held_out[: min(flags.seq // 2, MOST_PROMPTED)]
+            return _held_out_prompt(self.parts[0], flags.seq)
         text = "def " if flags.prompt is None else flags.prompt
         if isinstance(self.tokenizer, FolderTokenizer) and any(part.is_chat for part in self.parts):
             text, _ = self.tokenizer.render([{"role": "user", "content": text}], ask=True)
@@ -212,6 +223,14 @@ class Data:
         return (
             " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(tokens)
         )
+
+
+def _held_out_prompt(part: Part, seq: int) -> np.ndarray:
+    """Returns tokens held out for the sample to begin with, but none of an answer: it would seem to be the model's."""
+    tokens, most = part.held_out, min(seq // 2, MOST_PROMPTED)
+    if not part.is_question:
+        return tokens[:most]
+    return tokens if len(tokens) < min(seq, MOST_ASKED) else tokens[-most:]
 
 
 def check_data_flags(flags: DataFlags) -> None:
@@ -273,8 +292,10 @@ def load_data(flags: DataFlags, init_from: Path | None = None) -> Data:
 
 def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource, RowSource]:
     """Returns the rows to learn from and those held out, checked as far as can be before training."""
-    of_names = remark_on_names(flags.data), remark_on_text(flags.data)
-    for remark in filter(None, [*(part.remark for part in data.parts), *of_names]):
+    of_documents = [part.checksums for part in data.parts if part.checksums is not None]
+    of_all = [remark_on_names(flags.data), remark_on_text(flags.data)]
+    of_all += remark_on_equal(of_documents)
+    for remark in filter(None, [*(part.remark for part in data.parts), *of_all]):
         say(remark)
     rows = [part.rows(flags.seq, vocab_size) for part in data.parts]
     for train, test, left_out in rows:
@@ -406,7 +427,9 @@ def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool) -> Part:
     train, test = corpus.train, corpus.test
     if flags.long_examples == "drop":  # what is left out is not counted
         train, test = (fit(each, flags.seq, "drop")[0] for each in (train, test))
-    of_data = (train.num_tokens, test.num_tokens), train.learned_tokens(), test.tokens_of(0)
+    before = test.before_learned(0)
+    held_out = test.tokens_of(0)[: before or None]
+    of_data = (train.num_tokens, test.num_tokens), train.learned_tokens(), held_out
     checksum = f"sha256 {corpus.digest[:32]}"
     return Part(
         rows,
@@ -416,6 +439,8 @@ def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool) -> Part:
         corpus.ignored,
         corpus.is_chat,
         num_learned=train.num_learned,
+        is_question=before > 0,
+        checksums=(corpus.checksums_of(train), corpus.checksums_of(test)),
     )
 
 

@@ -8,7 +8,7 @@ The chat template decides: some mark no end of a turn but by the beginning of th
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +136,28 @@ def _begins_with_example(file: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return True
+
+
+def remark_on_equal(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Iterator[str]:
+    """Yields what to say of documents that are there twice: in several --data, or learned and held out.
+
+    Args:
+        parts: Checksums of the documents of each --data, of those to learn from and those held out.
+    """
+    if not parts:
+        return
+    learned, held_out = map(np.concatenate, zip(*parts, strict=True))
+    count = len(learned) + len(held_out)
+    by_chance = count**2 / 2**32  # checksums of 32 bits that are equal
+    repeated = count - len(np.union1d(learned, held_out))
+    if len(parts) > 1 and repeated > by_chance:
+        yield f"{repeated:,} of {count:,} documents of all --data equal an earlier one"
+    both = int(np.isin(held_out, learned).sum())
+    if both > by_chance:
+        yield (
+            f"{both:,} of {len(held_out):,} held-out documents are learned too, from equal ones, so the loss on the text held "
+            "out is not that of new text. Remove them from the data to learn from"
+        )
 
 
 def remark_on_others(path: Path, files: Sequence[Path]) -> str:
