@@ -135,7 +135,44 @@ def test_a_template_that_forgets_is_refused_for_more_than_one_answer(tmp_path):
     assert text[start:end] == "<think></think>a small animal<|im_end|>\n"
     with pytest.raises(
         ValueError,
-        match=r"for the first 3 of 5 messages from the chat template .* End each conversation with",
+        match=r"got .*<think></think>a small a' for the first 3 of 5 messages and .*\\na small animal.* for all of them "
+        r"from the chat template .* End each conversation with its first answer, mark what the assistant says by \{% gen",
+    ):
+        own.render(CHAT)
+
+
+THINKING = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+# As those of the distillations of DeepSeek-R1, which leave out the thoughts of answers.
+THOUGHTLESS = THINKING.replace("message['content']", "message['content'].rpartition('</think>')[2]")
+
+
+def test_an_answer_that_does_not_begin_as_the_template_asks_is_refused_with_what_mends_it(tmp_path):
+    own = read_tokenizer(write_tokenizer(tmp_path / "model", template=THINKING))
+    question, answer = CHAT[1], "<thanks> a small animal"  # which begins as the prompt does
+    with pytest.raises(ValueError, match="an answer must begin with what") as raised:
+        own.render([question, {"role": "assistant", "content": answer}])
+    said = str(raised.value)
+    assert r"start|>assistant\n<think>\n' to ask and ..." in said
+    assert r"assistant\n<thanks> a small " in said
+    assert "for message 2 from the chat" in said
+    assert r"Begin each answer with '<think>\n', mark what the assistant says by {% gen" in said
+    text, [(start, end)] = own.render(
+        [question, {"role": "assistant", "content": f"<think>\n{answer}"}]
+    )
+    assert text[start:end] == f"{answer}<|im_end|>\n"
+    own = read_tokenizer(write_tokenizer(tmp_path / "other", template=THOUGHTLESS))
+    with pytest.raises(ValueError, match=r"other\. Mark what the assistant says by \{% gen"):
+        own.render([question, {"role": "assistant", "content": "<think>\nso</think>yes"}])
+
+
+def test_a_template_that_ends_a_conversation_is_refused_for_more_than_one_answer(tmp_path):
+    ends = CHATML + "{% if not add_generation_prompt %}<|begin|>{% endif %}"
+    own = read_tokenizer(write_tokenizer(tmp_path / "model", template=ends))
+    text, [(start, end)] = own.render(CHAT[:3])
+    assert text[start:end] == "a small animal<|im_end|>\n<|begin|>"
+    with pytest.raises(
+        ValueError,
+        match=r"<\|im_end\|>\\n<\|begin\|>' for the first 3 of 5 messages and \.\.\..*start",
     ):
         own.render(CHAT)
 
@@ -224,6 +261,15 @@ def test_a_template_may_refuse_messages_and_knows_no_date(tmp_path):
         ]
         == "no date"
     )
+    today = read_tokenizer(
+        write_tokenizer(tmp_path / "today", template="{{ strftime_now('%d') }}" + CHATML)
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"must give the same text on every day, .*; got strftime_now, which asks for today's date, in the template of "
+        r".*today. Write a date into the template in its place",
+    ):
+        today.render(CHAT)
 
 
 def test_messages_with_the_marks_of_answers_are_refused(tmp_path):

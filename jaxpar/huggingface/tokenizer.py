@@ -8,13 +8,15 @@
 A chat template turns a conversation into the text that a model was trained on. It is a Jinja program, untrusted, and runs in
 Jinja's sandbox. What the assistant says is marked by ``{% generation %}`` in some templates. In others it is what a message of
 the assistant adds to the text of the messages before it and the prompt for an answer, if the text of the first messages of a
-conversation is a prefix of the text of all of it. ``strftime_now`` is left undefined: tokens must not depend on the day.
+conversation is a prefix of the text of all of it. ``strftime_now`` is left undefined: tokens must not depend on the day, and
+a template that calls it is refused.
 """
 
 import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,9 @@ BEGIN, END = "\ufdd0", "\ufdd1"
 # The tags of a block of what the assistant says, which Jinja does not have: it runs as a block of the filter ``said``.
 _GENERATION = re.compile(r"(\{%[-+]?\s*)(end|)generation(?=\s*[-+]?%\})")
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # whose texts templates use
+TODAY = "strftime_now"
+SHOWN = 24  # characters on each side of where two texts part
+MARK = "mark what the assistant says by {% generation %} and {% endgeneration %} in the template"
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -202,10 +207,19 @@ class FolderTokenizer(Tokenizer):
         }
         rule = "a conversation must be one that the model's chat template takes"
         where = f"the template of {self.folder}"
-        with refusing(
-            Exception, rule, where, "Correct the messages."
-        ):  # the program in it may fail in any way
-            return self._template.render(**given, **self._special)
+        try:
+            with refusing(
+                Exception, rule, where, "Correct the messages."
+            ):  # the program in it may fail in any way
+                return self._template.render(**given, **self._special)
+        except ValueError as error:
+            if f"'{TODAY}' is undefined" not in str(error):
+                raise
+            raise ValueError(
+                "a chat template must give the same text on every day, for tokens that are cached and runs that are resumed; "
+                f"got {TODAY}, which asks for today's date, in {where}. Write a date into the template in its place, such as "
+                '"26 Jul 2024".'
+            ) from error
 
     def _added_by_assistant(self, messages: Sequence[Mapping[str, Any]], whole: str) -> Spans:
         spans = []
@@ -214,15 +228,49 @@ class FolderTokenizer(Tokenizer):
                 continue
             before = self._text(messages[:i], ask=True)
             after = whole if i + 1 == len(messages) else self._text(messages[: i + 1], ask=False)
-            if not (after.startswith(before) and whole.startswith(after)):
+            if not after.startswith(before):
+                raise ValueError(self._other_beginning(messages[: i + 1], before, after))
+            if not whole.startswith(after):
+                got, instead = _where_they_part(after, whole)
                 raise ValueError(
                     "the text of a conversation must begin with that of its first messages, for the assistant's part to be "
-                    f"told; got another text for the first {i + 1} of {len(messages)} messages from the chat template of "
-                    f"{self.folder}. End each conversation with the first answer that is to be learned, or give prompt and "
-                    "completion."
+                    f"told; got {got} for the first {i + 1} of {len(messages)} messages and {instead} for all of them from the "
+                    f"chat template of {self.folder}. End each conversation with its first answer, {MARK}, or give prompt and "
+                    "completion as texts."
                 )
             spans.append((len(before), len(after)))
         return tuple(spans)
+
+    def _other_beginning(
+        self, messages: Sequence[Mapping[str, Any]], prompt: str, text: str
+    ) -> str:
+        """Returns the error where the last message, an answer, does not begin as the prompt for it ends."""
+        *others, answer = messages
+        with_content = lambda content: self._text(
+            [*others, {**answer, "content": content}], ask=False
+        )
+        remedies = [MARK, "or give prompt and completion as texts"]
+        with suppress(ValueError):  # the template may refuse these contents
+            header = with_content(BEGIN).partition(BEGIN)[0]
+            rest = prompt[len(header) :]
+            if with_content(f"{rest}{answer['content']}").startswith(prompt):
+                remedies.insert(0, f"begin each answer with {rest!r}")
+        got, instead = _where_they_part(prompt, text)
+        remedy = ", ".join(remedies)
+        return (
+            "an answer must begin with what the chat template writes to ask for one, for the assistant's part to be told; got "
+            f"{got} to ask and {instead} for message {len(messages)} from the chat template of {self.folder}. "
+            f"{remedy[0].upper()}{remedy[1:]}."
+        )
+
+
+def _where_they_part(one: str, other: str) -> tuple[str, str]:
+    """Returns what each of two texts has where they are no longer the same, for a message."""
+    pairs = enumerate(zip(one, other, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    first = max(at - SHOWN, 0)
+    shown = lambda text: ("..." if first else "") + repr(text[first : at + SHOWN])
+    return shown(one), shown(other)
 
 
 def _open(path: Path) -> Any:
