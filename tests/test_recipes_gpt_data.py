@@ -334,6 +334,12 @@ def test_adapters_to_start_from_are_refused_with_the_way_to_merge_them(checked, 
         f"got the adapters in {tmp_path}, which peft adds to those of 'llama'. Merge them: python -m jaxpar"
         in said
     )
+    shutil.copytree(folder / "llama", tmp_path, dirs_exist_ok=True)
+    said = checked("--init-from", str(tmp_path), "--data", str(folder / "chat.jsonl"))
+    assert (
+        f"got adapter_config.json beside them in {tmp_path}, whose adapters transformers reads too where peft is "
+        "installed. Remove adapter_config.json to read the model alone" in said
+    )
 
 
 @pytest.mark.full

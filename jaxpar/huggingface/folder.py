@@ -322,13 +322,15 @@ def _download(name: str, folder: str | None = None) -> str:
 
 
 def check_no_adapters(folder: Path) -> None:
-    """Raises ValueError for a folder of adapters, as peft writes it: without the weights that the adapters belong to."""
-    if (
-        not (folder / ADAPTER_CONFIG).exists()
-        or (folder / ONE_FILE).exists()
-        or (folder / INDEX).exists()
-    ):
+    """Raises ValueError for a folder of adapters, as peft writes it, also beside the weights of a model."""
+    if not (folder / ADAPTER_CONFIG).exists():
         return
+    if (folder / ONE_FILE).exists() or (folder / INDEX).exists():
+        raise ValueError(
+            f"a model's folder must hold its weights alone; got {ADAPTER_CONFIG} beside them in {folder}, whose adapters "
+            f"transformers reads too where peft is installed. Remove {ADAPTER_CONFIG} to read the model alone, or merge the "
+            "adapters: PeftModel.from_pretrained(model, folder).merge_and_unload().save_pretrained(DIR)."
+        )
     base = read_json(file_inside(folder, ADAPTER_CONFIG)).get("base_model_name_or_path")
     raise ValueError(
         f"a model's folder must hold all of its weights; got the adapters in {folder}, which peft adds to those of "

@@ -41,9 +41,11 @@ def read_rope(read: Reader, max_positions: int) -> Rope:
         max_positions: The longest sequence of the model, in tokens.
 
     Raises:
-        ValueError: A kind of scaling that is not modelled, or a key of another kind.
+        ValueError: A kind of scaling that is not modelled, a key of another kind, or two keys that disagree.
     """
     found = Rope(theta=read.positive("rope_theta", default=10_000.0))
+    is_given = read.given.get("rope_theta") is not None
+    thetas = {"rope_theta": found.theta} if is_given else {}
     for key in ("rope_scaling", "rope_parameters"):
         rope = read.given.get(key)
         rope = {} if rope is None else rope
@@ -68,6 +70,12 @@ def read_rope(read: Reader, max_positions: int) -> Rope:
             )
         of_rope = Reader(rope, {}, read.path)
         found = replace(found, theta=of_rope.positive("rope_theta", default=found.theta))
+        if rope.get("rope_theta") is not None:
+            thetas[f"rope_theta of {key}"] = found.theta
+        if len(set(thetas.values())) > 1:
+            raise ValueError(
+                f"keys of one meaning must agree; got {thetas} in {read.path}. Correct one."
+            )
         if kind != "default":
             found = replace(found, scaling=_scaling(kind, of_rope, max_positions))
     return found
