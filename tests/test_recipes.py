@@ -483,13 +483,33 @@ def test_a_bad_table_is_named_by_its_line(tmp_path, capsys, text, message):
     assert message.replace("TABLE", str(table)) in said
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (["1,5,2"], "one for each feature and the intercept; got 1 row, 3 parameters. Add rows"),
+        (
+            ["1,5,2", "2,7,3", "3,1,9", "4,4,1"],
+            "the folds of a cross-validation must be from 4 to the number of rows; got 5, 4 rows. Give --folds 4.",
+        ),
+    ],
+)
+def test_a_table_of_few_rows_is_refused_with_the_flag_that_it_needs(
+    tmp_path, capsys, rows, message
+):
+    table = tmp_path / "table.csv"
+    table.write_text("\n".join(["a,b,c", *rows]) + "\n")
+    flags = ["--csv", str(table), "--features", "a", "b", "--target", "c"]
+    assert message in refused(capsys, tmp_path / "out", *flags)
+
+
 def test_a_table_that_is_no_text_is_refused(tmp_path, capsys):
     table = tmp_path / "table.csv"
-    table.write_bytes(b"a,b,c\n1,2,\xff\n")
     flags = ["--features", "a", "b", "--target", "c"]
-    assert "a CSV file must be UTF-8 text; got " in refused(
-        capsys, tmp_path / "out", "--csv", str(table), *flags
-    )
+    for written in (b"a,b,c\n1,2,\xff\n", "a,b,c\n1,2,3\n".encode("utf-16")):
+        table.write_bytes(written)
+        said = refused(capsys, tmp_path / "out", "--csv", str(table), *flags)
+        assert said.startswith("a CSV file must be UTF-8; got ")
+        assert said.endswith('. Save it as UTF-8, in Excel as "CSV UTF-8".')
     missing = refused(capsys, tmp_path / "out", "--csv", str(tmp_path / "none.csv"), *flags)
     assert (
         missing
@@ -538,11 +558,11 @@ def test_a_table_that_is_no_text_is_refused(tmp_path, capsys):
         ),
         (
             "--folds 1",
-            "--folds must be from 2 to the number of rows; got 1, 47 rows. Choose 2 to 47.",
+            "of a cross-validation must be from 2 to the number of rows; got 1, 47 rows. Give --folds 2 to 47.",
         ),
         (
             "--folds 48",
-            "--folds must be from 2 to the number of rows; got 48, 47 rows. Choose 2 to 47.",
+            "of a cross-validation must be from 2 to the number of rows; got 48, 47 rows. Give --folds 2 to 47.",
         ),
         (
             "--features bedrooms bedrooms",

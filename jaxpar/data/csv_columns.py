@@ -16,6 +16,7 @@ LARGEST = 1e18  # whose square is finite in float32
 MOST_NAMED = 20  # columns in a message
 MOST_LETTERS = 60  # of a name or a cell in a message
 MOST_IN_A_LINE = 2**20
+AS_UTF_8 = 'Save it as UTF-8, in Excel as "CSV UTF-8".'
 
 
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
@@ -48,11 +49,9 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
         )
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(_short_lines(file, path))
-        kinds, place = (
-            (UnicodeDecodeError, csv.Error),
-            lambda: f"{path}, after line {reader.line_num}",
-        )
-        with refusing(kinds, "a CSV file must be UTF-8 text", place, "Export it again as CSV."):
+        place = lambda: f"{path}, after line {reader.line_num}"
+        other_kind = refusing(csv.Error, "a file must be CSV", place, "Export it again as CSV.")
+        with refusing(UnicodeDecodeError, "a CSV file must be UTF-8", place, AS_UTF_8), other_kind:
             for cells in reader:
                 if any(cell.strip() for cell in cells):
                     yield reader.line_num, [cell.strip() for cell in cells]

@@ -156,7 +156,7 @@ def check_solvable(table: Table) -> None:
     if table.num_rows < num_params:
         raise ValueError(
             "there must be at least as many rows as parameters, one for each feature and the intercept; got "
-            f"{table.num_rows} rows, {num_params} parameters. Add rows or use fewer --features."
+            f"{_rows(table.num_rows)}, {num_params} parameters. Add rows or use fewer --features."
         )
     for name, column in zip(table.names, table.features.T, strict=True):
         if np.ptp(column) == 0:
@@ -175,6 +175,10 @@ def check_solvable(table: Table) -> None:
         )
 
 
+def _rows(count: int) -> str:
+    return f"{count} row{'s' * (count != 1)}"
+
+
 def check_folds(folds: int, table: Table) -> None:
     """Raises unless each of so many folds, the flag --folds, tests a row and leaves enough to train on."""
     num_rows, num_params = table.num_rows, len(table.names) + 1
@@ -184,10 +188,10 @@ def check_folds(folds: int, table: Table) -> None:
     if least is None:
         raise ValueError(
             "there must be more rows than parameters to test on those that are left out; got "
-            f"{num_rows} rows, {num_params} parameters. Add rows or use fewer --features."
+            f"{_rows(num_rows)}, {num_params} parameters. Add rows or use fewer --features."
         )
     if not least <= folds <= num_rows:
         raise ValueError(
-            f"--folds must be from {least} to the number of rows; got {folds}, {num_rows} rows. "
-            f"Choose {least} to {num_rows}."
+            f"the folds of a cross-validation must be from {least} to the number of rows; got {folds}, {num_rows} rows. "
+            f"Give --folds {least}{f' to {num_rows}' if least < num_rows else ''}."
         )
