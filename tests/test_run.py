@@ -205,6 +205,18 @@ def test_a_loop_that_does_not_log_its_steps_is_refused_since_it_would_save_none(
     assert exit_code_of(told.value) == 2
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_told"),
+    [({}, True), ({"steps": 5}, False), ({"checkpoint_minutes": 9.0}, False)],
+)
+def test_a_run_whose_first_checkpoint_would_come_after_its_end_says_so(tmp_path, changes, is_told):
+    said, flags = [], BasicFlags.of(out_dir=tmp_path, steps=4, checkpoint_every=5)
+    with Run(flags.replace(**changes), jaxpar.make_mesh(), say=said.append) as run:
+        began(run, {"x": np.ones((4, 2), np.float32)})
+    told = "checkpoint_every=5 is more than steps=4: nothing is saved before the last step, unless the run is asked to stop"
+    assert (told in said) == is_told
+
+
 def test_a_loop_of_other_steps_than_those_of_its_state_is_refused_or_told(tmp_path):
     batch, said = {"x": np.ones((4, 2), np.float32)}, []
     flags = BasicFlags.of(out_dir=tmp_path / "a", steps=4, checkpoint_every=2)

@@ -44,6 +44,7 @@ from jaxpar.run.start import (
     idle_changes,
     left_whole_lines,
     open_checkpoints,
+    without_saves,
     write_config,
 )
 from jaxpar.run.traits import Traits
@@ -281,6 +282,8 @@ class Run(AbstractContextManager["Run"]):
             folder.delete_run(self.out_dir)
             self._say(f"deleted: the earlier run in {self.out_dir}")
         write_config(self.flags, self.mesh)
+        if told := without_saves(self.flags, self.first_step):
+            self._say(told)
         return state
 
     def _step(self) -> jax.stages.Compiled:

@@ -196,6 +196,17 @@ def advice_on_finite_steps(flags: RunFlags, remedy: str, settings: Mapping[str, 
     )
 
 
+def without_saves(flags: RunFlags, first_step: int) -> str:
+    """Returns what to say of a run that has checkpoints and saves none before its last step; "" if it does save."""
+    every, steps = flags.common.checkpoint_every, flags.common.steps
+    if every <= steps or flags.checkpoint.checkpoint_minutes or first_step >= steps:
+        return ""
+    return (
+        f"{arg(checkpoint_every=every)} is more than {arg(steps=steps)}: nothing is saved before the last step, unless the run "
+        "is asked to stop"
+    )
+
+
 def write_config(flags: RunFlags, mesh: jax.sharding.Mesh) -> None:
     """Writes every flag to ``config.json``, with the actual sizes of the mesh; only the first process writes."""
     values = flags.replace(mesh=MeshFlags(**shown_sizes(mesh.shape))).as_json()
