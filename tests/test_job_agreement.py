@@ -149,6 +149,11 @@ def test_what_is_written_agrees_with_itself(kind):
         ("monitor", "spec podMetricsEndpoints 0 targetPort", "web", "the targetPort of a PodMonitor must be a named port of"),
         ("monitor", "spec", {"selector": {"matchLabels": {"batch.kubernetes.io/job-completion-index": "0"}},
                              "podMetricsEndpoints": [{"port": "web"}]}, "must be a named port of the pods; got 'web'"),
+        ("jobset", "pod volumes +", {"name": "checkpoints", "emptyDir": {}}, "must have different names; got 'checkpoints' tw"),
+        ("jobset", "main volumeMounts shm readOnly", True, "the mount at /dev/shm of spec.replicatedJobs.0 must be writable,"),
+        ("jobset", "main volumeMounts checkpoints subPathExpr", "$(POD_NAME)", "$(POD_NAME) in spec.replicatedJobs.0 must"),
+        ("jobset", COORDINATOR, "gpt-nodes-0-0.gpt-nodes.default.svc.cluster.local:6379",
+         "JAX_COORDINATOR_ADDRESS must be in the namespace of the pods, lab; got gpt-nodes-0-0.gpt-nodes.default.svc"),
         ("monitor", "spec selector matchLabels jobset.sigs.k8s.io/jobset-name", "b", "must select a job of its file, gpt; g"),
     ],
 )  # fmt: skip
@@ -298,6 +303,21 @@ def test_pods_without_gpus_or_a_command_are_told_or_taken():
         ("trainjob", "main env JAXPAR_RUN_TOKEN value", "", "spec.trainer has no JAXPAR_RUN_TOKEN, unless the runtime sets"),
         ("jobset", "main env JAXPAR_RUN_TOKEN value", "", "spec.replicatedJobs.0 has no JAXPAR_RUN_TOKEN: any program that"),
         ("trainjob", "main envFrom", [{"secretRef": {"name": "a"}}], ""),
+        ("jobset", "main command --out-dir", "/checkpoints/$(POD_IP)",
+         "--out-dir /checkpoints/$(POD_IP) has $(POD_IP), status.podIP, which differs between pods: they write to different"),
+        ("jobset", "main command --out-dir", "/checkpoints/$(JAX_PROCESS_ID)",
+         "--out-dir /checkpoints/$(JAX_PROCESS_ID) has $(JAX_PROCESS_ID), metadata.annotations['batch.kubernetes.io/job-c"),
+        ("jobset", "main volumeMounts checkpoints subPathExpr", "$(POD_IP)", "subPathExpr $(POD_IP) has $(POD_IP), status.p"),
+        ("jobset", "main command --out-dir", "/checkpoints/$(JAX_COORDINATOR_BIND_ADDRESS)",
+         "--out-dir /checkpoints/$(JAX_COORDINATOR_BIND_ADDRESS) has $(POD_IP), status.podIP, which differs between pods"),
+        ("jobset", "main command --out-dir", "/checkpoints/$(JAX_NUM_PROCESSES)", ""),
+        ("jobset", COORDINATOR, "gpt-nodes-0-0.gpt-nodes.lab.svc.cluster.local:6379", ""),
+        ("jobset", "job podFailurePolicy rules 2 action", "Ignore",
+         "podFailurePolicy has Ignore for a drained node: the pod is then replaced alone, though the others have lost it"),
+        ("jobset", "job podFailurePolicy rules 1 action", "Ignore", "podFailurePolicy has Ignore for exit codes In [75]: the"),
+        ("jobset", "main command +", "--steps=8",
+         "the recipe has --checkpoint-every 9 and --steps 8: it saves only at its end or when asked to stop, and after a fa"),
+        ("jobset", "main command +", "--steps=10", ""),
         ("trainjob", "main numNodes", None, "spec.trainer has no numNodes: the runtime's number of nodes may not be that of"),
     ],
 )  # fmt: skip
@@ -309,6 +329,17 @@ def test_what_an_edit_takes_from_a_run_is_told(kind, place, value, line):
     said = remarks(job)
     assert len(said) == bool(line)
     assert all(each.startswith(line) for each in said)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "jaxpar launch", "python3 -m jaxpar launch"])
+def test_a_launcher_as_the_program_of_a_pod_is_told(launcher):
+    (job,) = documents("jobset")
+    edit(job, "jobset", "main ports", [{"containerPort": 6379}])
+    edit(job, "jobset", "notes", {SCRAPED: None})
+    edit(job, "jobset", "main command", [*launcher.split(), "train.py"])
+    said = [line for line in remarks(job) if "starts processes" in line]
+    assert len(said) == 1
+    assert f"begins with {launcher}, which starts processes of its own: a pod is one" in said[0]
 
 
 def test_a_file_may_have_lists_and_documents_of_other_kinds(tmp_path, capsys):
@@ -537,6 +568,11 @@ def test_inputs_of_a_recipe_that_no_volume_holds_are_told():
             "JAXPAR_RESUME",
             "yes",
             "JAXPAR_RESUME must be if-any or not set; got 'yes'. Set it to if-any for a run",
+        ),
+        (
+            "JAXPAR_RESUM",
+            "if-any",
+            "must be those that jaxpar reads; got JAXPAR_RESUM. Did you mean JAXPAR_RESUME?",
         ),
         ("JAXPAR_LOG_SECONDS", "$(POD_IP)", ""),
     ],

@@ -18,7 +18,7 @@ from jaxpar.jobs.job import INSTALLED, SERVED, is_python, num_words
 from jaxpar.jobs.workload import fills, mesh_of_flags
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.output import printable, tell
-from jaxpar.runtime.process_env import timeout_of
+from jaxpar.runtime.process_env import check_own_variables
 from jaxpar.runtime.program import near_script
 from jaxpar.runtime.supervise import is_restarted
 
@@ -103,7 +103,7 @@ def model_remarks(own_model: str | None, command: Sequence[str]) -> list[str]:
 
 
 def check_variables(variables: Mapping[str, str]) -> None:
-    """Raises ValueError if an environment has a variable of jaxpar's with a value at which a run would end.
+    """Raises ValueError if an environment has a variable at which a run would end: misspelt, or with such a value.
 
     Args:
         variables: Those of a pod; one in which Kubernetes puts the value of another is not checked.
@@ -111,7 +111,7 @@ def check_variables(variables: Mapping[str, str]) -> None:
     from jaxpar.run.flags import log_seconds  # with JAX
 
     plain = {name: value for name, value in variables.items() if "$(" not in value}
-    timeout_of(plain)
+    check_own_variables(plain)
     is_restarted(plain)
     log_seconds(None, plain)
 

@@ -165,6 +165,12 @@ def _check_slices(pods: Workload) -> None:
 
 
 def _check_volumes(pods: Workload) -> None:
+    names = [volume["name"] for volume in pods.volumes]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"the volumes of {pods.path} must have different names; got {name!r} twice. Leave one out, or rename it."
+            )
     for volume in pods.volumes:
         if volume["name"] not in pods.mounted:
             raise ValueError(

@@ -332,6 +332,7 @@ def _check_jobset(manifest: Mapping[str, Any]) -> None:
         for container in spec["template"]["spec"]["containers"]:
             told = {variable["name"]: variable for variable in container.get("env", [])}
             _check_environment(told, count, f"{name}-{job['name']}-0-0.{subdomain}", path)
+            _check_namespace(told, manifest["metadata"].get("namespace"))
             check_bound(spec["template"]["spec"], container, path)
 
 
@@ -394,6 +395,17 @@ def _check_restarts(spec: Mapping[str, Any], path: str) -> None:
         raise ValueError(
             f"pods of {path} are restarted together, not alone; got restartPolicy {restarts} and backoffLimit {alone}. Write "
             "Never and 0."
+        )
+
+
+def _check_namespace(told: Mapping[str, Any], namespace: str | None) -> None:
+    """Raises ValueError if the whole name of pod 0's host has another namespace than the pods."""
+    address = told.get("JAX_COORDINATOR_ADDRESS", {}).get("value", "")
+    given = [*address.partition(":")[0].split(".")[2:], ""][0]  # of POD.SUBDOMAIN.NAMESPACE.svc
+    if namespace and given and given != namespace:
+        raise ValueError(
+            f"JAX_COORDINATOR_ADDRESS must be in the namespace of the pods, {namespace}; got {address}. Leave all after "
+            "the second name out, or correct it."
         )
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 from jaxpar.jobs.workload import PROBES, SHARED_MEMORY, Workload, amount
@@ -32,7 +33,8 @@ def check_references(containers: Sequence[Mapping[str, Any]], path: str) -> None
         path: Where they are, for messages.
 
     Reference:
-        A value may refer to variables before it in env, the command and its arguments to all (Kubernetes, EnvVar.value).
+        A value may refer to variables before it in env; the command, its arguments and subPathExpr to all of them (Kubernetes,
+        EnvVar.value).
     """
     for container in containers:
         names = [variable["name"] for variable in container.get("env", [])]
@@ -42,7 +44,8 @@ def check_references(containers: Sequence[Mapping[str, Any]], path: str) -> None
                 raise ValueError(
                     f"env of {path} must have each variable once; got {variable['name']} twice. Leave one out."
                 )
-        for text in (*container.get("command", []), *container.get("args", [])):
+        places = [mount.get("subPathExpr", "") for mount in container.get("volumeMounts", [])]
+        for text in (*container.get("command", []), *container.get("args", []), *places):
             _check_known(text, container, names, path)
 
 
@@ -154,6 +157,12 @@ def _check_user(pods: Workload) -> None:
 
 
 def _check_shared_memory(pods: Workload) -> None:
+    for mount in pods.mounts:
+        if PurePosixPath(mount["mountPath"]) == SHARED_MEMORY and mount.get("readOnly"):
+            raise ValueError(
+                f"the mount at {SHARED_MEMORY} of {pods.path} must be writable, since the GPUs of a node communicate through "
+                "it; got readOnly. Remove it."
+            )
     volume = (pods.shared_memory or {}).get("emptyDir")
     if volume is None:
         return

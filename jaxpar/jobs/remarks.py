@@ -5,8 +5,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from jaxpar.jobs.agreement import SCRAPED, SCRAPED_PORT, mesh_in, paths_in
-from jaxpar.jobs.job import CHECKPOINTS, GPUS, ROOT, flag_value, flag_values
-from jaxpar.jobs.pods import BIND_VARIABLE
+from jaxpar.jobs.job import CHECKPOINTS, GPUS, ROOT, flag_value, flag_values, num_words
+from jaxpar.jobs.pods import BIND_VARIABLE, REFERENCE
 from jaxpar.jobs.restarts import restart_remarks
 from jaxpar.jobs.serving_remarks import serving_remarks
 from jaxpar.jobs.shells import shell_remarks
@@ -18,6 +18,10 @@ from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE
 INPUTS = ("--init-from", "--tokenizer", "--data")
 INITS = ("tini", "dumb-init", "catatonit")  # which take signals as process 1, and pass them on
 LOCKS = "IPC_LOCK"
+LAUNCHERS = (
+    *(("torchrun",), ("accelerate", "launch"), ("deepspeed",), ("mpirun",), ("mpiexec",)),
+    *(("jaxpar", "launch"), ("python", "-m", "jaxpar", "launch")),
+)
 UNTOLD = {  # what follows without a variable
     TOKEN_VARIABLE: "any program that reaches process 0 may join the run",
     TIMEOUT_VARIABLE: "processes wait 300 s for one another, with the time to pull the image",
@@ -34,6 +38,12 @@ UNANSWERED = {  # what follows where a probe asks a run, of which process 0 alon
     "livenessProbe": "pods are ended while they start, and all but that of process 0 later",
     "readinessProbe": "all pods but that of process 0 are never ready",
 }
+# Fields that are others of each pod, also of one that replaces another; and parts of the names of those that number pods.
+OF_EACH_POD = (
+    *("metadata.name", "metadata.uid", "spec.nodeName"),
+    *("status.podIP", "status.podIPs", "status.hostIP", "status.hostIPs"),
+)
+NUMBERS = ("completion-index", "pod-index")
 NO_PATHS = ("recall",)  # a task for --data
 PLATFORMS = "JAX_PLATFORMS"
 OF_GPUS = ("cuda", "gpu")  # in JAX_PLATFORMS
@@ -89,6 +99,7 @@ def _suspended(manifest: Mapping[str, Any]) -> Iterator[str]:
 
 def _of(pods: Workload) -> Iterator[str]:
     yield from _no_command(pods)
+    yield from _launched(pods)
     yield from shell_remarks(pods)
     if pods.kind == "Deployment":
         yield from _deaf_to_signals(pods)
@@ -117,6 +128,15 @@ def _no_command(pods: Workload) -> Iterator[str]:
     if not pods.words or pods.words[0].startswith("-"):
         of = "the runtime's or the image's own" if pods.kind == "TrainJob" else "the image's own"
         yield f"{pods.path} has no command: {of} is run, of which nothing is checked. Write it as `manifest` does"
+
+
+def _launched(pods: Workload) -> Iterator[str]:
+    """Yields a line if the program of a pod starts processes, where each pod is told that it is one."""
+    if begins := num_words(pods.words, LAUNCHERS):
+        yield (
+            f"the command of {pods.path} begins with {' '.join(pods.words[:begins])}, which starts processes of its own: a pod "
+            "is one process of the run, with all its GPUs. Give the program without it"
+        )
 
 
 def _of_recipe(pods: Workload) -> Iterator[str]:
@@ -327,7 +347,31 @@ def _lost_results(pods: Workload) -> Iterator[str]:
             f"the recipe has --save-hf {model}, which no claim holds: the model is lost with the pods. Give it a folder there, "
             f"such as --save-hf {place}-model"
         )
+    yield from _folders_apart(pods)
     yield from unsaved(pods.words)
+
+
+def _folders_apart(pods: Workload) -> Iterator[str]:
+    """Yields a line for each variable by which the pods of a run have different folders for its results."""
+    folder = pods.flag("--out-dir") or ""
+    mounted = (pods.folder_of(folder) or {}).get("subPathExpr", "")
+    for where, text in (("--out-dir", folder), ("subPathExpr", mounted)):
+        for name, of in _fields_in(text, pods):
+            if of in OF_EACH_POD or (pods.num_pods != 1 and any(each in of for each in NUMBERS)):
+                yield (
+                    f"{where} {text} has $({name}), {of}, which differs between pods: they write to different folders, and a "
+                    "restarted run does not find whole checkpoints. Write the same for all, such as --out-dir "
+                    f"{CHECKPOINTS}/{pods.name}"
+                )
+
+
+def _fields_in(text: str, pods: Workload) -> Iterator[tuple[str, str]]:
+    """Yields the variables from fields of a pod that a text has, also by way of others, and the fields."""
+    for name in REFERENCE.findall(text):
+        if name in pods.fields:
+            yield name, pods.fields[name]
+        else:
+            yield from _fields_in(pods.variables.get(name, ""), pods)
 
 
 def unsaved(command: Sequence[str]) -> Iterator[str]:
@@ -337,12 +381,23 @@ def unsaved(command: Sequence[str]) -> Iterator[str]:
         command: The recipe and its flags.
     """
     every = flag_value(command, "--checkpoint-every")
-    if every in (None, "0") and flag_value(command, "--checkpoint-minutes") in (None, "0"):
+    steps, minutes = flag_value(command, "--steps"), flag_value(command, "--checkpoint-minutes")
+    if every in (None, "0") and minutes in (None, "0"):
         has = "no --checkpoint-every" if every is None else "--checkpoint-every 0"
         yield (
             f"the recipe has {has}: it saves only when asked to stop, and after a failure it begins again. "
             "Give it such as --checkpoint-every 500"
         )
+    elif minutes in (None, "0") and _number(every) >= _number(steps) > 0:
+        yield (
+            f"the recipe has --checkpoint-every {every} and --steps {steps}: it saves only at its end or when asked to stop, "
+            "and after a failure it begins again. Give it such as --checkpoint-every 500"
+        )
+
+
+def _number(text: str | None) -> int:
+    """Returns a number of steps; 0: it is not given, or is none."""
+    return int(text) if text is not None and text.isdecimal() else 0
 
 
 def _unheld_inputs(pods: Workload) -> Iterator[str]:

@@ -31,6 +31,7 @@ ENDS = (  # how a pod may end, and what `manifest` has a JobSet do then
         COUNTS,
     ),
 )
+IGNORED = "Ignore"
 REMEDY = "Write failurePolicy and podFailurePolicy as `manifest` does"
 
 
@@ -65,6 +66,14 @@ def _unknown_patterns(policy: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_job(policy: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[str]:
+    rules = job["template"]["spec"].get("podFailurePolicy", {}).get("rules", [])
+    for rule in (rule for rule in rules if rule.get("action") == IGNORED):
+        codes = rule.get("onExitCodes")
+        given = f"exit codes {codes['operator']} {codes['values']}" if codes else "a drained node"
+        yield (
+            f"podFailurePolicy has {IGNORED} for {given}: the pod is then replaced alone, though the others have lost it and "
+            f"end too, which counts towards maxRestarts. Write FailJob"
+        )
     again = [
         str(int(code)) for code in FINAL_CODES if answer(policy, job, code) in (COUNTS, RESTARTS)
     ]

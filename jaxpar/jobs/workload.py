@@ -42,6 +42,7 @@ class Workload:
         path: Where the manifest describes them, for messages.
         words: The command line of the program, as it arrives in its container.
         variables: Its environment variables that have a value.
+        fields: The fields of its pod that its other variables have, such as status.podIP, by their names.
         told: The names of all its variables that are given a value; None: not known, since more are on the cluster.
         num_pods: Their number; None: not stated.
         requests: What each requests.
@@ -67,6 +68,7 @@ class Workload:
     path: str
     words: Sequence[str]
     variables: Mapping[str, str] = field(default_factory=dict)
+    fields: Mapping[str, str] = field(default_factory=dict)
     told: frozenset[str] | None = None
     num_pods: int | None = None
     requests: Mapping[str, Any] = field(default_factory=dict)
@@ -293,6 +295,7 @@ def _of_program(
         path=path,
         words=_words(program),
         variables=_variables(program),
+        fields=_fields(program),
         told=_told(program),
         requests=resources.get("requests", {}),
         limits=resources.get("limits", {}),
@@ -322,6 +325,15 @@ def _variables(container: Mapping[str, Any]) -> dict[str, str]:
         each["name"]: each.get("value", "")
         for each in container.get("env", [])
         if "valueFrom" not in each
+    }
+
+
+def _fields(container: Mapping[str, Any]) -> dict[str, str]:
+    given = {each["name"]: each.get("valueFrom", {}) for each in container.get("env", [])}
+    return {
+        name: source["fieldRef"]["fieldPath"]
+        for name, source in given.items()
+        if "fieldRef" in source
     }
 
 
