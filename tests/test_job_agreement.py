@@ -331,6 +331,13 @@ def test_what_an_edit_takes_from_a_run_is_told(kind, place, value, line):
     assert all(each.startswith(line) for each in said)
 
 
+def test_a_part_of_a_volume_for_each_pod_is_told_with_what_to_write_in_its_place():
+    (job,) = documents("jobset")
+    edit(job, "jobset", "main volumeMounts checkpoints subPathExpr", "$(POD_IP)")
+    (said,) = remarks(job)
+    assert said.endswith("does not find whole checkpoints. Leave it out, or write subPath")
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "jaxpar launch", "python3 -m jaxpar launch"])
 def test_a_launcher_as_the_program_of_a_pod_is_told(launcher):
     (job,) = documents("jobset")

@@ -355,13 +355,16 @@ def _folders_apart(pods: Workload) -> Iterator[str]:
     """Yields a line for each variable by which the pods of a run have different folders for its results."""
     folder = pods.flag("--out-dir") or ""
     mounted = (pods.folder_of(folder) or {}).get("subPathExpr", "")
-    for where, text in (("--out-dir", folder), ("subPathExpr", mounted)):
+    same = f"Write the same for all, such as --out-dir {CHECKPOINTS}/{pods.name}"
+    for where, text, remedy in (
+        ("--out-dir", folder, same),
+        ("subPathExpr", mounted, "Leave it out, or write subPath"),
+    ):
         for name, of in _fields_in(text, pods):
             if of in OF_EACH_POD or (pods.num_pods != 1 and any(each in of for each in NUMBERS)):
                 yield (
                     f"{where} {text} has $({name}), {of}, which differs between pods: they write to different folders, and a "
-                    "restarted run does not find whole checkpoints. Write the same for all, such as --out-dir "
-                    f"{CHECKPOINTS}/{pods.name}"
+                    f"restarted run does not find whole checkpoints. {remedy}"
                 )
 
 
