@@ -685,7 +685,7 @@ def test_a_softmax_of_the_positions_of_a_device_that_is_added_up_is_told():
         return batch["x"] * context_parallel.sum_over_sequence(jnp.sum(shares, 1))[:, None]
 
     value_and_grad = jaxpar.value_and_grad(model, loss, mesh)
-    with pytest.warns(UserWarning, match=r"depends on which a device has: .* what mixes the pos"):
+    with pytest.warns(UserWarning, match=r"depend on which a device has: .* what mixes the pos"):
         value_and_grad({"w": np.float32(1)}, jaxpar.shard_batch(batch, mesh))
 
 

@@ -919,6 +919,43 @@ def test_positions_that_are_counted_on_a_device_are_told(numbered):
         check_positions(model, OF_TOKENS, GATHERED, SEQUENCES, abstract_mesh(context=2))
 
 
+IN_DOUBT = {
+    "a first token": ({"change": lambda h: h.at[:, 0].add(1.0)}, "layer: it .* position"),
+    "tokens that are counted": (
+        {
+            "embed": lambda outer, batch: outer["table"][
+                jnp.cumsum(batch["tokens"] != 0, 1) % len(outer["table"])
+            ]
+        },
+        "embed: it orders or adds up positions",
+    ),
+    "a convolution": (
+        {
+            "change": lambda h: jax.lax.conv_general_dilated(
+                h, jnp.ones((3, 4, 4)), (1,), "SAME", dimension_numbers=("NTC", "TIO", "NTC")
+            )
+        },
+        "layer: a convolution along positions",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_DOUBT)
+def test_what_may_mix_the_positions_of_a_device_is_told(name):
+    parts, message = IN_DOUBT[name]
+    with pytest.warns(UserWarning, match=f"on which a device has: {message}"):
+        check_positions(
+            gathering(**parts), OF_TOKENS, GATHERED, SEQUENCES, abstract_mesh(context=2)
+        )
+
+
+def test_a_loss_of_the_last_place_on_a_device_is_told():
+    is_last = lambda o: jnp.arange(o.shape[1]) == o.shape[1] - 1
+    loss = lambda o, b: (jnp.sum(o * is_last(o)[None, :, None]), jnp.float32(each(o, b).size))
+    with pytest.warns(UserWarning, match="on which a device has: loss: .* place"):
+        check_positions(gathering(), loss, GATHERED, SEQUENCES, abstract_mesh(context=2))
+
+
 def of_heads(slopes):
     """A layer that gives each position a mean over earlier ones, times a number that belongs to its head."""
 

@@ -15,7 +15,6 @@ from jaxpar.row_dependence.elements import elementwise
 from jaxpar.row_dependence.operation import Operation, span_of_shape
 from jaxpar.row_dependence.values import (
     BY_PART,
-    JOINS_MIXED,
     Kind,
     Value,
     Values,
@@ -65,7 +64,9 @@ def _of_all_devices(op: Operation, value: Value, at: int) -> Value:
 def _joined(op: Operation, value: Value) -> Value:
     """Of what mixes the rows of a device: it may be made right later, as parts of a softmax are."""
     if value.kind is Kind.MIXED:
-        return Value(Kind.UNKNOWN, None, why=op.told(JOINS_MIXED))
+        return Value(
+            Kind.UNKNOWN, None, why=op.told("it joins over the devices what mixes the rows of each")
+        )
     return _NOT_KNOWN
 
 

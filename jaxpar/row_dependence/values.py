@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 # Reasons of a doubt that callers look for.
 BY_PART = "it depends on the place of a head, or whatever devices exchange, in the part of one"
-JOINS_MIXED = "it joins over the devices what mixes the rows of each"
+TORN = "it adds up some dims of rows"
 OTHER_PROGRAM = "another program for another number of rows"
 
 

@@ -22,7 +22,7 @@ from jaxpar.fields import arg
 from jaxpar.layered_model import OUTER, LayeredModel
 from jaxpar.mesh import CONTEXT, DATA, TENSOR, abstract_mesh, cut_of, entry_axes
 from jaxpar.row_dependence import Kind, Reader, Value, traced
-from jaxpar.row_dependence.values import JOINS_MIXED, OTHER_PROGRAM
+from jaxpar.row_dependence.values import OTHER_PROGRAM, TORN
 from jaxpar.shard_map import as_on_a_device, manual_over_data_and_stage
 from jaxpar.sharding import path_string
 from jaxpar.step.row_checks import (
@@ -86,15 +86,7 @@ def check_positions(
         return
     loss_sum, weight_sum, *_ = found.sums
     _refuse_parts(found)
-    joined = [each for each in found.doubts if JOINS_MIXED in each]
-    if (doubts := [*found.by_place, *joined]) and jax.process_index() == 0:
-        warnings.warn(
-            "a device has some positions of a sequence, of which batch['positions'] and jaxpar.context_parallel.places say the "
-            f"numbers; got code that depends on which a device has: {_of_positions('; '.join(doubts))}. Use these numbers, "
-            "random keys that differ by position, and sums over the whole sequence (sum_over_sequence, max_over_sequence); "
-            "send what each head has of its own, such as slopes, through sequence_to_heads.",
-            stacklevel=2,
-        )
+    _warn(found)
     is_wrong = any(value.kind in NO_SUMS for value in (loss_sum, weight_sum))
     if is_wrong or found.disagree(loss_sum, weight_sum):
         loss_is, weight_is = (
@@ -105,6 +97,24 @@ def check_positions(
             f"devices that share a sequence; got loss_sum {loss_is}, and weight_sum {weight_is}. Return jnp.sum of the losses "
             "of positions, and jnp.sum of their weights or their number; divide what is the same on all devices, such as the "
             "loss of a row, by jaxpar.context_parallel.num_parts()."
+        )
+
+
+def _warn(found: Found) -> None:
+    """Warns of code that may depend on which positions a device has.
+
+    A model may do otherwise on another number of devices, such as send copies of heads; a kernel may take positions in groups.
+    """
+    taken = OTHER_PROGRAM, TORN
+    doubts = [each for each in found.doubts if not any(what in each for what in taken)]
+    if doubts and jax.process_index() == 0:
+        warnings.warn(
+            "a device has some positions of a sequence, of which batch['positions'] and jaxpar.context_parallel.places say the "
+            f"numbers; got code that may depend on which a device has: {_of_positions('; '.join(doubts))}. Use these numbers, "
+            "random keys that differ by position, and sums over the whole sequence (sum_over_sequence, max_over_sequence); "
+            "send what each head has of its own, such as slopes, through sequence_to_heads. If it is right after all, compare "
+            f"loss and gradients with those of {arg(context=1)}.",
+            stacklevel=3,
         )
 
 

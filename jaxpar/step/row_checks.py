@@ -273,7 +273,7 @@ def examine(
     ]
     for at, value in enumerate(found.sums):
         found.doubt(value, "loss")
-        if value.growth is None and value.kind in (Kind.FREE, Kind.SUM):
+        if value.growth is None and value.kind in (Kind.FREE, Kind.SUM) and not reader.axis:
             name = found.names[at] or ("loss_sum", "weight_sum")[at]
             found.doubts.append(f"loss: how {name} depends on the number of rows")
     return found

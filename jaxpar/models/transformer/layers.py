@@ -109,7 +109,7 @@ def make_model(
         positions = jnp.asarray(batch["positions"]) if "positions" in batch else None
         segments = segments if segments is None or positions is not None else runs_in(segments)
         _check_capacity(config, segments)
-        documents = documents_of(config, segments)
+        documents = row_wise(partial(documents_of, config))(segments)
         span = _span(tokens, segments, positions)._replace(documents=documents)
         h = embed_tokens(config, outer, tokens, span, constrain)
         if segments is not None and config.max_documents is not None:
