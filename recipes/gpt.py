@@ -90,7 +90,7 @@ class Recipe(language_model.ModelFlags, OwnFlags):
     eval_every: int = 50
     """Steps between two evaluations on the text held out."""
     eval_rows: int = 128
-    """Rows of the text held out, the same in each evaluation."""
+    """Rows of the text held out, the same in each evaluation, or as many more as make whole batches."""
     save_hf: Path | None = None
     """A folder for the trained model, which transformers reads, with the config.json and tokenizer of --init-from."""
 

@@ -179,6 +179,11 @@ def test_each_row_held_out_counts_once_on_every_mesh(capsys, axes, num_microbatc
     assert {each["weight"].sum() for each in found} == {6}
     said = capsys.readouterr().out.splitlines()
     assert said == [f"an evaluation reads {count} of 13 rows held out" for count in (6, 12)]
+    of(7)
+    assert (
+        capsys.readouterr().out
+        == "an evaluation reads 12 of 13 rows held out, in whole batches, for the 7 asked for\n"
+    )
 
 
 def test_an_evaluation_is_one_program():

@@ -61,9 +61,9 @@ def test_a_template_that_marks_no_end_of_a_turn_is_told_with_the_remedy(read, tm
     said, learned = read(NO_END)
     assert "<|im_end|>" not in learned
     assert (
-        f"40 of the first 40 answers in {tmp_path}/chat.jsonl have no token at which the model stops (<|im_end|>), and the "
-        'first of them ends with "a small animal": a model that learns them writes on after its answer. Add <|im_end|> to the '
-        f"chat template of {tmp_path}/model, after what the assistant says and inside {{% generation %}} if it has that. If"
+        f"40 of the first 40 answers in {tmp_path}/chat.jsonl do not end with a token at which the model stops (<|im_end|>), "
+        'and the first of them ends with "a small animal": a model that learns them writes on after its answer. Add <|im_end|> '
+        f"to the chat template of {tmp_path}/model, after what the assistant says and inside {{% generation %}} if it has that. If"
     ) in said
     said, learned = read(
         NO_END.replace(
@@ -77,7 +77,7 @@ def test_a_template_that_marks_no_end_of_a_turn_is_told_with_the_remedy(read, tm
 def test_a_block_that_leaves_the_end_out_is_told_with_the_remedy(read):
     said, learned = read(LEFT_OUT)
     assert (
-        'have no token at which the model stops (<|im_end|>), and the first of them ends with "a small animal"'
+        'do not end with a token at which the model stops (<|im_end|>), and the first of them ends with "a small animal"'
         in said
     )
     assert "<|im_end|>" not in learned
@@ -190,9 +190,20 @@ def test_answers_are_runs_of_learned_tokens_within_documents():
         np.array([0, 1, 1, 0, 1, 0, 1, 1], np.uint8),
     )
     documents = Documents(tokens, np.array([0, 5]), np.array([5, 8]), learned)
-    missing, total, first = without_end(documents, [9])
+    text_of = lambda tokens: "".join("\n" if token == 5 else "a" for token in tokens.tolist())
+    missing, total, first = without_end(documents, [9], text_of)
     assert (missing, total, first.tolist()) == (1, 3, [7])
-    assert without_end(documents, [])[:2] == (3, 3)
-    assert without_end(Documents(tokens, np.array([0]), np.array([8])), [9])[:2] == (0, 1), (
-        "all is learned"
+    assert without_end(documents, [], text_of)[:2] == (3, 3)
+    of_first = lambda count: Documents(tokens, np.array([0]), np.array([count]))  # all are learned
+    found = [without_end(of_first(count), [9], text_of)[:2] for count in (8, 4, 5)]
+    assert found == [(0, 1), (0, 1), (1, 1)], "white space may follow an end, text may not"
+
+
+def test_an_answer_that_has_the_end_of_the_question_alone_is_told(read):
+    """By a template that writes no end after the last message, and does not ask for an answer."""
+    prefill = CHATML.partition("{% if add")[0].replace(
+        "<|im_end|>\n{% endfor", "{% if not loop.last %}<|im_end|>\n{% endif %}{% endfor"
     )
+    said, learned = read(prefill.replace("messages %}", "messages[:2] %}"))
+    assert learned.startswith("<|im_end|>\n<|im_start|>assistant\na small animal")
+    assert 'stops (<|im_end|>), and the first of them ends with "' in said

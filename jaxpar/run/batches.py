@@ -233,7 +233,9 @@ def held_out_batches(
             check_agreement("evaluate", {"rows held out": describe_rows(test)})
     size, multiple = min(batch_size, len(test)), num_replicas(mesh) * num_microbatches
     count, padded = -(-min(num_rows, len(test)) // size), round_up(size, multiple)
-    say(f"an evaluation reads {min(count * size, len(test)):,} of {len(test):,} rows held out")
+    num_read = min(count * size, len(test))
+    more = f", in whole batches, for the {num_rows:,} asked for" if num_read > num_rows else ""
+    say(f"an evaluation reads {num_read:,} of {len(test):,} rows held out{more}")
     read = {"seed": 0, "multiple": multiple, "only": local_rows(padded, mesh)}
     with bad_data():
         batches = [test.batch(size, step=step, **read) for step in range(count)]

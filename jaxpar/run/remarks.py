@@ -8,7 +8,7 @@ The chat template decides: some mark no end of a turn but by the beginning of th
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,20 +27,32 @@ SHOWN_TOKENS = 4  # of the end of an answer
 MOST_NAMED = 3  # files
 
 
-def without_end(documents: Documents, ends: Sequence[int]) -> tuple[int, int, np.ndarray]:
-    """Returns how many answers have none of the tokens, of how many, and the last tokens of the first of these.
+def without_end(
+    documents: Documents, ends: Sequence[int], text_of: Callable[[np.ndarray], str]
+) -> tuple[int, int, np.ndarray]:
+    """Returns how many answers do not end with one of the tokens, of how many, and the last tokens of the first of these.
 
     Args:
         documents: The first of these are looked at. An answer is a run of tokens that are learned.
-        ends: The tokens that end a text.
+        ends: The tokens that end a text. Only white space and special tokens may follow them in an answer.
+        text_of: ``text_of(tokens)`` returns the text of tokens without special ones.
     """
+    follows: dict[bytes, bool] = {}  # whether tokens may follow an end: most are the same
+
+    def may_follow(tokens: np.ndarray) -> bool:
+        key = tokens.tobytes()
+        if key not in follows:
+            follows[key] = not text_of(tokens).strip()
+        return follows[key]
+
     starts, stops = documents.starts, documents.ends
     count = max(int(np.searchsorted(np.cumsum(stops - starts), MOST_TOKENS)), 1)
     missing, total, first = 0, 0, np.zeros(0, np.int64)
     for start, stop in zip(starts[:count].tolist(), stops[:count].tolist(), strict=True):
         for answer in _answers(documents, start, stop):
             total += 1
-            if not np.isin(answer, ends).any():
+            at = np.flatnonzero(np.isin(answer, ends))
+            if not len(at) or not may_follow(answer[at[-1] + 1 :]):
                 first = first if missing else answer[-SHOWN_TOKENS:]
                 missing += 1
     return missing, total, first
@@ -71,7 +83,7 @@ def remark_on_ends(
     # As generate of transformers and `jaxpar serve` choose them.
     own = stop_tokens(init_from) if init_from is not None and (init_from / CONFIG).exists() else ()
     ends = own or (() if tokenizer.end is None else (tokenizer.end,))
-    missing, total, last = without_end(corpus.documents, ends)
+    missing, total, last = without_end(corpus.documents, ends, tokenizer.decode)
     if not missing:
         return ""
     names = [tokenizer.text_of(token) for token in ends if token < tokenizer.vocab_size]
@@ -82,7 +94,7 @@ def remark_on_ends(
         ("texts", "a text") if corpus.documents.learned is None else ("answers", "its answer")
     )
     return (
-        f"{missing} of the first {total} {what} in {data} have no token at which the model stops "
+        f"{missing} of the first {total} {what} in {data} do not end with a token at which the model stops "
         f'({" or ".join(names) or "its files name none"}), and the first of them ends with "{text}": a model that learns them '
         f"writes on after {after}. {_remedy(names, corpus.is_chat, tokenizer.folder)}If {what} end with a token of "
         f"their own, name it in {named}."
