@@ -522,6 +522,19 @@ def test_a_run_goes_on_with_the_rows_held_out_that_it_had(folder):
         assert gpt.remark_on_rows_held_out(of(**given), was) == ""
 
 
+def test_a_token_that_was_added_to_the_tokenizer_is_named_with_its_line(folder, tmp_path):
+    lines = ["a cat", "the mat", "a <|im_end|> cat"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in lines * 2))
+    flags = DataFlags(data=(tmp_path / "a.jsonl",), token_cache=tmp_path / "cache", seq=16)
+    data = language_data.load_data(flags, folder / "llama")
+    where = re.escape(f"{tmp_path}/a.jsonl:")
+    with pytest.raises(
+        ValueError,
+        match=rf"got \d+, vocab_size=256 in {where}\d\..* enlarge its embedding first, by model.resize_token_emb",
+    ):
+        language_data.make_rows(flags, data, 256)
+
+
 def test_the_largest_metric_is_asked_for_as_the_help_has_it():
     """Tyro alone takes -test_loss for a flag."""
     parse = lambda *args: cli.parse(gpt.main, gpt.Config, args).checkpoint.keep_best

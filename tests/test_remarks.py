@@ -63,7 +63,8 @@ def test_a_template_that_marks_no_end_of_a_turn_is_told_with_the_remedy(read, tm
     assert (
         f"40 of the first 40 answers in {tmp_path}/chat.jsonl do not end with a token at which the model stops (<|im_end|>), "
         'and the first of them ends with "a small animal": a model that learns them writes on after its answer. Add <|im_end|> '
-        f"to the chat template of {tmp_path}/model, after what the assistant says and inside {{% generation %}} if it has that. If"
+        "to the chat template of "
+        f"{tmp_path}/model, after what the assistant says and inside {{% generation %}} if it has that. If"
     ) in said
     said, learned = read(
         NO_END.replace(

@@ -7,7 +7,7 @@ resumes exactly. Each source is read in epochs of its own, every row once an epo
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -180,16 +180,29 @@ class RowSource(ABC):
         return pad_rows(self.take(rows[real]), len(only))
 
 
-def check_vocabulary(parts: Iterable[np.ndarray], vocab_size: int) -> None:
-    """Raises ValueError unless all tokens are in the vocabulary, checked as stored: a cast could turn a large one into -1."""
+def check_vocabulary(
+    parts: Iterable[np.ndarray],
+    vocab_size: int,
+    place_of: Callable[[int], str] | None = None,
+) -> None:
+    """Raises ValueError unless all tokens are in the vocabulary, checked as stored: a cast could turn a large one into -1.
+
+    Args:
+        parts: The tokens.
+        vocab_size: The size of the vocabulary.
+        place_of: ``place_of(index)`` returns where a token of a part comes from, for the message.
+    """
     for part in parts:
         for start in range(0, part.size, BLOCK):
             block = part.reshape(-1)[start : start + BLOCK]
             wrong = block.max() if block.max() >= vocab_size else block.min()
             if not 0 <= wrong < vocab_size:
+                first = start + int(np.argmax(block == wrong))
+                place = "" if place_of is None else f" in {place_of(first)}"
                 raise ValueError(
-                    f"tokens must be below the model's vocab_size; got {wrong}, vocab_size={vocab_size}. Choose the "
-                    "vocab_size of the tokenizer that wrote them."
+                    f"tokens must be below the model's vocab_size; got {wrong}, vocab_size={vocab_size}{place}. Choose the "
+                    "vocab_size of the tokenizer that wrote them; for tokens that were added to the tokenizer of a model of "
+                    "transformers, enlarge its embedding first, by model.resize_token_embeddings(...)."
                 )
 
 

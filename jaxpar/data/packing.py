@@ -158,7 +158,8 @@ class PackedRows(RowSource):
 
     def check(self) -> None:
         """Raises ValueError if a token is outside the model's vocabulary. Reads every token, one block at a time."""
-        check_vocabulary([self._documents.tokens], self._vocab_size)
+        documents = self._documents
+        check_vocabulary([documents.tokens], self._vocab_size, documents.place_of)
 
     def checksum(self) -> str:
         """Returns a checksum of the documents: their tokens, which of them are learned, and where each begins and ends."""
