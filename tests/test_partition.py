@@ -99,3 +99,84 @@ def test_the_dim_that_an_axis_cuts_is_found():
     assert cut_of(spec(None, "tensor"), "tensor") == 1
     assert cut_of(spec(("data", "tensor")), "tensor") == 0
     assert cut_of(spec("data"), "tensor") is None
+
+
+def block(x, up, down):
+    return x + jnp.tanh(x @ up) @ down
+
+
+def written_out(x, up, down):
+    for _ in range(5):
+        x = block(x, up, down)
+    return x
+
+
+def by_scan(x, up, down):
+    return jax.lax.scan(lambda x, _: (block(x, up, down), None), x, None, 5)[0]
+
+
+def by_fori_loop(x, up, down):
+    return jax.lax.fori_loop(0, 5, lambda _, x: block(x, up, down), x)
+
+
+def by_while_loop(x, up, down):
+    goes_on = lambda carry: carry[0] <= 8
+    step = lambda carry: (carry[0] + 2, block(carry[1], up, down))
+    return jax.lax.while_loop(goes_on, step, (0, x))[1]
+
+
+def by_cond(x, up, down):
+    run = lambda: written_out(x, up, down)
+    return jax.lax.cond(x[0, 0, 0] > 0, lambda: x, run)
+
+
+def in_both_passes(function):
+    def passes(x, up, down):
+        y, vjp = jax.vjp(function, x, up, down)
+        return y, vjp(y)
+
+    return passes
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("function", [by_scan, by_fori_loop, by_cond])
+def test_a_loop_counts_as_often_as_it_runs_and_of_branches_the_one_with_the_most_work(
+    function, shards
+):
+    cuts = (None, 1, 0)
+    for passes in (lambda function: function, in_both_passes):
+        whole, expected = of(passes(written_out), (X, UP, DOWN), cuts, shards)
+        graph, part = of(passes(function), (X, UP, DOWN), cuts, shards)
+        assert part.flops_of(graph.nodes) == expected.flops_of(whole.nodes)
+        sent = expected.collectives_of(whole.nodes)
+        assert part.collectives_of(graph.nodes) == sent
+        assert bool(sent) == (shards > 1)
+        assert part.shapes(graph.outputs) == expected.shapes(whole.outputs)
+        assert not part.unknown
+
+
+def test_a_while_loop_counts_where_its_numbers_are_written():
+    whole, expected = of(written_out, (X, UP, DOWN), (None, 1, 0))
+    graph, part = of(by_while_loop, (X, UP, DOWN), (None, 1, 0))
+    assert part.flops_of(graph.nodes) == expected.flops_of(whole.nodes)
+    assert part.collectives_of(graph.nodes) == expected.collectives_of(whole.nodes)
+
+
+def test_a_loop_within_a_loop_counts_as_often_as_both_run():
+    def twice(x, up, down):
+        return jax.lax.fori_loop(0, 2, lambda _, x: by_scan(x, up, down), x)
+
+    whole, expected = of(written_out, (X, UP, DOWN), (None, 1, 0))
+    graph, part = of(twice, (X, UP, DOWN), (None, 1, 0))
+    assert part.flops_of(graph.nodes) == 2 * expected.flops_of(whole.nodes)
+    assert part.collectives_of(graph.nodes) == 2 * expected.collectives_of(whole.nodes)
+
+
+def test_a_sum_in_a_loop_is_sharded_as_its_terms():
+    def of_rows(x, up):
+        add = lambda total, row: (total + row @ up, row @ up)
+        return jax.lax.scan(add, jnp.zeros((6, 16)), x)
+
+    graph, part = of(of_rows, (X, UP), (None, 1))
+    assert [each.shape for each in part.shapes(graph.outputs)] == [(6, 4), (2, 6, 4)]
+    assert part.flops_of(graph.nodes) == 2 * 2 * (2 * 6 * 8 * 16) // 4

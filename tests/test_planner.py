@@ -350,6 +350,75 @@ def mlp(width, hidden, num_layers):
     )
 
 
+def with_layer(shape, layer):
+    model = dataclasses.replace(shape.model, layer=layer)
+    return dataclasses.replace(shape, model=model, cache={})
+
+
+def test_a_loop_in_a_layer_is_planned_like_its_trips_written_out():
+    shape = mlp(64, 256, 4)
+    block = shape.model.layer
+    written_out = lambda params, x: block(params, block(params, block(params, x)))
+    once = lambda params, x, _: (block(params, x), None)
+    by_scan = lambda params, x: jax.lax.scan(functools.partial(once, params), x, None, 3)[0]
+    expected, found = (
+        Analysis(with_layer(shape, layer), 32, 4) for layer in (written_out, by_scan)
+    )
+    for op in ("forward", "forward_and_store", "backward"):
+        work, of_loop = expected.works[op], found.works[op]
+        assert of_loop.flops == work.flops
+        assert sorted(of_loop.sent) == sorted(work.sent)
+        assert of_loop.kernels.products == work.kernels.products
+    # A scan stores what its backward pass reads of each trip, x and both operands of the derivative of tanh too.
+    activations, of_scan = (
+        sum(map(each.layer.graph.num_bytes, each.split.plans["forward_and_store"].makes))
+        for each in (expected, found)
+    )
+    assert activations < of_scan < 4 * activations
+    assert expected.one_layer_bytes < found.one_layer_bytes < 3 * expected.one_layer_bytes
+
+
+def test_rows_one_by_one_are_planned_as_often_as_there_are_rows():
+    shape = mlp(64, 256, 4)
+    block = shape.model.layer
+    by_row = lambda params, x: jax.lax.map(lambda row: block(params, row[None])[0], x)
+    expected, found = (Analysis(with_layer(shape, layer), 32, 4) for layer in (block, by_row))
+    assert found.works["forward"].flops == expected.works["forward"].flops
+    assert found.works["backward"].flops == expected.works["backward"].flops
+    sent = found.works["forward"].sent
+    assert len(sent) == 32
+    assert sum(each.payload_bytes for each in sent) == expected.works["forward"].sent[0][2]
+
+
+def test_a_loop_whose_trips_are_not_known_is_refused():
+    shape = mlp(64, 256, 4)
+
+    def layer(params, x):
+        goes_on = lambda x: jnp.max(x) > 1
+        x = jax.lax.stop_gradient(jax.lax.while_loop(goes_on, lambda x: x / 2, x))
+        return shape.model.layer(params, x)
+
+    with pytest.raises(
+        ValueError,
+        match=r"how often a loop of the model runs; got a jax.lax.while_loop .*test_planner.* "
+        r"Write it as a jax.lax.fori_loop",
+    ):
+        Analysis(with_layer(shape, layer), 32, 1)
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_a_print_in_a_layer_costs_nothing(tensor):
+    shape = mlp(64, 256, 4)
+
+    def layer(params, x):
+        jax.debug.print("{}", x[0, 0])
+        return shape.model.layer(params, x)
+
+    found = Analysis(with_layer(shape, layer), 32, tensor).works["forward"]
+    expected = Analysis(shape, 32, tensor).works["forward"]
+    assert (found.flops, found.kernels) == (expected.flops, expected.kernels)
+
+
 def draw_model(rng, kind):
     if kind == "mlp":
         return mlp(rng.choice((256, 4096)), rng.choice((512, 8192)), rng.choice((4, 6, 8)))

@@ -35,6 +35,10 @@ def _own_layer(p, x):
     return x + jnp.tanh(x @ p["w_up"]) @ p["w_down"]
 
 
+def _looped_layer(p, x):
+    return jax.lax.fori_loop(0, 3, lambda _, x: _own_layer(p, x), x)
+
+
 OWN = ModelShape(
     name="own",
     model=jaxpar.LayeredModel(
@@ -69,6 +73,9 @@ OWN = ModelShape(
 def shape_of(model):
     if model == "own":
         return OWN
+    if model == "loop":
+        looped = dataclasses.replace(OWN.model, layer=_looped_layer)
+        return dataclasses.replace(OWN, model=looped, cache={})
     name, _, lora = model.partition("+")
     factors = Lora(4, LAYER_WEIGHTS) if lora else None
     kind = lora.partition("-")[2] or None  # of "lora-nf4" or "lora-nf4-dq"
@@ -120,6 +127,7 @@ DRAWS = [
     ("llama", 4, 1, 2, "1f1b", 2, 3, False),
     ("own", 2, 2, 2, "zb-h1", 4, 3, False),
     ("gpt2+lora", 2, 2, 2, "1f1b", 4, 0, False),
+    ("loop", 2, 2, 2, "1f1b", 4, 0, False),
 ]
 MORE = [
     ("gpt2", 2, 2, 2, "1f1b", 4, 0, False),
@@ -145,6 +153,7 @@ MORE = [
     ("own", 1, 8, 1, "1f1b", 8, 0, True),
     ("own", 1, 4, 2, "zb-v", 8, 0, False),
     ("own", 4, 1, 2, "1f1b", 4, 2, True),
+    ("loop", 2, 1, 4, "1f1b", 1, 0, False),
     ("llama+lora", 4, 1, 2, "1f1b", 2, 3, False),
     ("llama+lora", 2, 2, 2, "zb-h1", 4, 2, True),
     ("bloom+lora", 4, 2, 1, "interleaved", 4, 1, False),

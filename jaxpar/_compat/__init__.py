@@ -48,7 +48,7 @@ from jaxpar._compat.jaxprs import (
     source_line,
     with_inner,
 )
-from jaxpar._compat.loops import has_known_trips, scan_counts
+from jaxpar._compat.loops import has_known_trips, num_trips, scan_counts
 from jaxpar._compat.memory import empty, is_on_host, row_major
 from jaxpar._compat.primitives import operation
 from jaxpar._compat.stages import CompiledCopy

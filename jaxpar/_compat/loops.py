@@ -1,5 +1,6 @@
 """Loops: the number of their trips, and what they carry."""
 
+import math
 from typing import Any
 
 from jax.extend.core import Literal
@@ -12,8 +13,14 @@ _STEPS_BY = {"add": 1, "sub": -1}
 
 
 def has_known_trips(loop: Any) -> bool:
-    """Returns whether a ``while`` equation counts from one number that is written in it to another, in steps of a third.
+    """Returns whether it is known how often a ``while`` equation runs its body (``num_trips``)."""
+    return num_trips(loop) is not None
 
+
+def num_trips(loop: Any) -> int | None:
+    """Returns how often a ``scan`` or ``while`` equation runs its body; None if it is not known.
+
+    It is known of a ``while`` that counts from one number that is written in it to another, in steps of a third.
     ``jax.lax.fori_loop`` between Python numbers is a ``scan``, so this is a loop that its author
     counts by hand:
 
@@ -21,25 +28,34 @@ def has_known_trips(loop: Any) -> bool:
         body         counter + step
     """
     params = loop.params
+    if loop.primitive.name == "scan":
+        return params["length"]
     condition = opened(params["cond_jaxpr"])
     body = opened(params["body_jaxpr"])
     num_of_condition = params["cond_nconsts"]
     num_of_body = params["body_nconsts"]
     carried = condition.invars[num_of_condition:]
     if len(condition.eqns) != 1:
-        return False
+        return None
     compare = condition.eqns[0]
     direction = _ENDS_BY.get(compare.primitive.name)
     if direction is None:
-        return False
+        return None
     counter, limit = compare.invars
     if counter not in carried:
-        return False
+        return None
     index = carried.index(counter)
     first = loop.invars[num_of_condition + num_of_body + index]
     step = _step(body, body.invars[num_of_body + index], body.outvars[index])
     is_written = isinstance(first, Literal) and isinstance(limit, Literal)
-    return is_written and step is not None and bool(direction * step > 0)
+    if not is_written or step is None or direction * step <= 0:
+        return None
+    trips = (float(limit.val) - float(first.val)) / step
+    if not math.isfinite(trips):
+        return None
+    # The last number is reached if it may equal the limit.
+    trips = math.floor(trips) + 1 if compare.primitive.name in ("le", "ge") else math.ceil(trips)
+    return max(0, trips)
 
 
 def _step(body: Any, old: Any, new: Any) -> Any:

@@ -8,7 +8,7 @@ in the other order; every traced function is rewritten so.
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any
 
@@ -65,6 +65,11 @@ class Node:
         return self.equation.primitive.name
 
     @property
+    def first(self) -> int:
+        """The number of its first output; -1 if it has none, as ``jax.debug.print``."""
+        return self.outputs[0] if self.outputs else -1
+
+    @property
     def has_effects(self) -> bool:
         """Whether it has side effects, such as those of ``jax.debug.print``."""
         return has_side_effects(self.equation)
@@ -80,6 +85,7 @@ class Graph:
         outputs: Numbers of the flat outputs.
         constants: The values that are known when tracing, by number.
         avals: The abstract value (shape and dtype) of each number.
+        bodies: What its loops and branches run, by the number of their first output, if it is known (``bodies.py``).
     """
 
     nodes: tuple[Node, ...]
@@ -87,6 +93,7 @@ class Graph:
     outputs: tuple[int, ...]
     constants: dict[int, Any]
     avals: dict[int, Any]
+    bodies: Mapping[int, Sequence["Graph"]] = field(default_factory=dict)
 
     def num_bytes(self, number: int) -> int:
         """Returns the bytes of a value."""
@@ -201,7 +208,11 @@ class Graph:
 
 def trace(function: Callable[..., PyTree], *args: PyTree) -> Graph:
     """Returns the graph of a function of pytrees; arrays in ``args`` may be ShapeDtypeStructs."""
-    closed = rewrite(jax.make_jaxpr(function)(*args), fold)
+    return graph_of(rewrite(jax.make_jaxpr(function)(*args), fold))
+
+
+def graph_of(closed: Any) -> Graph:
+    """Returns the graph of a closed jaxpr."""
     builder = _Builder()
     inputs = [builder.new(v.aval) for v in closed.jaxpr.invars]
     outputs = builder.inline(closed, inputs, in_remat=False)

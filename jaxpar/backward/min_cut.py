@@ -131,7 +131,8 @@ def peak_bytes(
 ) -> int:
     """Returns the peak number of bytes that are live while nodes run, if chains of elementwise operations are fused.
 
-    Values that only elementwise operations read and write are assumed to stay in registers.
+    Those inside a loop or a branch are live while it runs. Values that only elementwise operations read and write are assumed
+    to stay in registers.
     """
     views = {*ELEMENTWISE, "optimization_barrier"}
     in_memory: set[int] = set()
@@ -146,8 +147,18 @@ def peak_bytes(
     for at, node in enumerate(nodes):
         live |= in_memory.intersection(node.outputs)
         total = sum(map(graph.num_bytes, live))
-        peak = max(peak, total)
+        peak = max(peak, total + bytes_inside(graph, node))
         live -= {value for value in live if last_read.get(value, -1) <= at}
+    return peak
+
+
+def bytes_inside(graph: Graph, node: Node) -> int:
+    """Returns the peak bytes of live values inside a loop or a branch, without those that it is given."""
+    peak = 0
+    for body in graph.bodies.get(node.first, ()):
+        of_body = peak_bytes(body, body.nodes, body.inputs, body.outputs)
+        given = sum(map(body.num_bytes, body.inputs))
+        peak = max(peak, of_body - given)
     return peak
 
 

@@ -7,12 +7,14 @@ and vocabulary splits, by the rules of ``cut_rules.py``.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from jaxpar._compat import constraint_of
+from jaxpar.backward.bodies import Body, bodies_of
 from jaxpar.backward.cut_rules import (
     RULES,
     Cut,
@@ -48,22 +50,34 @@ class Partition:
         cuts: For each value the dim that is sharded, None for a value that is replicated.
         collectives: For each node that needs a collective, that collective, by the number of its first output.
         unknown: Names of primitives whose output shardings are not known; their outputs are assumed to be replicated.
+        bodies: What loops and branches run, by the number of their first output.
     """
 
     graph: Graph
     cuts: Mapping[int, Cut]
     collectives: Mapping[int, Collective]
     unknown: frozenset[str]
+    bodies: Mapping[int, Sequence[Body]]
 
     def collectives_of(self, nodes: Iterable[Node]) -> list[Collective]:
         """Returns the collectives that the nodes need."""
-        firsts = (node.outputs[0] for node in nodes)
-        return [self.collectives[first] for first in firsts if first in self.collectives]
+        found = []
+        for node in nodes:
+            if node.first in self.collectives:
+                found.append(self.collectives[node.first])
+            for body in self.bodies.get(node.first, ()):
+                found += body.part.collectives_of(body.part.graph.nodes) * body.times
+        return found
 
     def flops_of(self, nodes: Iterable[Node]) -> int:
         """Returns the FLOPs of the matrix products on one device, 2 for a multiplication and an addition."""
-        products = [node for node in nodes if node.name == "dot_general"]
-        return sum(dot_flops(self.graph, node) for node in products)
+        total = 0
+        for node in nodes:
+            if node.name == "dot_general":
+                total += dot_flops(self.graph, node)
+            for body in self.bodies.get(node.first, ()):
+                total += body.part.flops_of(body.part.graph.nodes) * body.times
+        return total
 
     def shapes(self, values: Iterable[int]) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes of values on one device."""
@@ -85,15 +99,22 @@ def partition(
         num_shards: The size of the ``tensor`` axis.
         rules: For primitives that have none here.
     """
-    if num_shards == 1:
-        return Partition(graph, {}, {}, frozenset())
     rules = RULES | dict(rules or {})
-    cuts: dict[int, Cut] = dict(given)
+    cuts: dict[int, Cut] = dict(given) if num_shards > 1 else {}
+    bodies: dict[int, Sequence[Body]] = {}
+    run = partial(partition, num_shards=num_shards, rules=rules)
     collectives: dict[int, Collective] = {}
     unknown: set[str] = set()
     for node in graph.nodes:
-        rule = _rule_of(node, rules)
         before = [cuts.get(i) for i in node.inputs]
+        if node.outputs and (inside := bodies_of(node, before, run)):
+            made, bodies[node.first] = inside
+            cuts.update(zip(node.outputs, made, strict=True))
+            unknown.update(*(body.part.unknown for body in bodies[node.first]))
+            continue
+        if num_shards == 1 or not node.outputs:
+            continue
+        rule = _rule_of(node, rules)
         says_itself = rule in (constraint, shard_map)  # whatever its inputs are
         if not says_itself and all(cut is None for cut in before):
             continue
@@ -107,12 +128,13 @@ def partition(
             divides = cut is not None and shape[cut] % num_shards == 0
             cuts[output] = cut if divides else None
         if found.collective:
-            collectives[node.outputs[0]] = _collective(graph, op, found.collective)
+            collectives[node.first] = _collective(graph, op, found.collective)
     local = {}
     for value, aval in graph.avals.items():
         local[value] = shard_shape(aval, cuts.get(value), num_shards)
-    on_device = replace(graph, avals=local)
-    return Partition(on_device, cuts, collectives, frozenset(unknown))
+    inner = {first: [body.part.graph for body in each] for first, each in bodies.items()}
+    on_device = replace(graph, avals=local, bodies=inner)
+    return Partition(on_device, cuts, collectives, frozenset(unknown), bodies)
 
 
 def _rule_of(node: Node, rules: Mapping[str, Rule]) -> Rule:

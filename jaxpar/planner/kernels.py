@@ -12,7 +12,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from jaxpar._compat import constraint_of
+from jaxpar.backward.bodies import BODIES
 from jaxpar.backward.graph import Graph, Node
+from jaxpar.backward.min_cut import bytes_inside
 from jaxpar.backward.partition import dot_flops
 from jaxpar.planner.fused import BACKWARD, FORWARD, Grouped, attention_flops, grouped_of
 
@@ -23,7 +25,7 @@ _NEVER_WRITTEN = VIEWS - {"broadcast_in_dim"}
 _ADDED = frozenset(
     {"scatter-add", "sort", "cumsum", "conv_general_dilated"}
 )  # kernels that are counted by their bytes
-_OF_THEIR_OWN = _ADDED | {"dot_general", "gather", FORWARD, BACKWARD}
+_OF_THEIR_OWN = _ADDED | BODIES | {"dot_general", "gather", FORWARD, BACKWARD}
 
 Values = frozenset[int]
 _NONE: Values = frozenset()
@@ -76,6 +78,25 @@ class Kernels:
     replicated_bytes: int = 0
     score_bytes: int = 0
     num_others: int = 0
+
+    def and_of_body(self, body: "Kernels", times: int) -> "Kernels":
+        """Returns these, and those of a loop's body as often as it runs."""
+        products = Counter(dict(self.products))
+        for product, number in body.products:
+            products[product] += times * number
+        forward, backward = self.attention
+        of_body = body.attention
+        return Kernels(
+            products=tuple(sorted(products.items())),
+            grouped=self.grouped + times * body.grouped,
+            attention=(forward + times * of_body[0], backward + times * of_body[1]),
+            head_dim=max(self.head_dim, body.head_dim),
+            attention_bytes=self.attention_bytes + times * body.attention_bytes,
+            num_bytes=self.num_bytes + times * body.num_bytes,
+            replicated_bytes=self.replicated_bytes + times * body.replicated_bytes,
+            score_bytes=self.score_bytes + times * body.score_bytes,
+            num_others=self.num_others + times * body.num_others,
+        )
 
 
 def kernels_of(
@@ -293,7 +314,7 @@ def peak_of_kernels(
             replaced = sum(size for size in freed if size in sizes)
         live |= written
         total = sum(map(graph.num_bytes, live))
-        peak = max(peak, total - replaced)
+        peak = max(peak, total - replaced + bytes_inside(graph, node))
         live -= read_last
         live -= written.difference(last_read)
     return peak

@@ -21,6 +21,7 @@ from jaxpar.planner.fused import BACKWARD, FORWARD, RULES, Grouped, grouped_of
 from jaxpar.planner.job import Choice
 from jaxpar.planner.kernels import VIEWS, Kernels, kernels_of, peak_of_kernels
 from jaxpar.planner.model_shape import ModelShape, Traced
+from jaxpar.planner.shape_checks import check_trips
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.trainable import trained_indices
 
@@ -70,7 +71,8 @@ class Analysis:
             them adds is computed from shapes (``_over_context``).
 
     Raises:
-        ValueError: An axis does not divide the model, or attention over ``context`` is not fused.
+        ValueError: An axis does not divide the model, attention over ``context`` is not fused, or it is not known how often a
+            loop runs.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Analysis:
         self._end_graphs = ends.graphs
         split = self.split = self._traced.split(remat == "dots", shards)
         self.layer: Partition = shards.partition(split.graph, split.values["params"], rules=RULES)
+        check_trips(self.layer)
         self.x: list[Any] = []  # an activation between two layers, on a device
         for leaf, value in zip(jax.tree.leaves(ends.x), split.values["y"], strict=True):
             self.x.append(shard_shape(leaf, self.layer.cuts.get(value), tensor))
@@ -285,6 +288,7 @@ class Analysis:
     def _end(self, graph: Graph, reads: Sequence[int]) -> tuple[Partition, list[Node]]:
         given = {graph.inputs[n]: self._outer_cuts[i] for n, i in enumerate(reads)}
         part = partition(graph, given, self.tensor, RULES)
+        check_trips(part)
         return part, graph.needed(graph.outputs, graph.inputs)
 
     @cached_property
@@ -378,12 +382,22 @@ def _viewed(graph: Graph, value: int) -> int:
 
 
 def _work_of(part: Partition, nodes: list[Node], makes: Iterable[int]) -> Work:
-    sharded = {value for value, cut in part.cuts.items() if cut is not None}
-    summed = {i for node in nodes if node.outputs[0] in part.collectives for i in node.outputs}
-    kernels = kernels_of(part.graph, nodes, {*makes, *summed}, sharded)
+    kernels = _kernels_of(part, nodes, makes)
     # Rates are published as if the scores above the diagonal were computed.
     flops = part.flops_of(nodes) + 2 * sum(kernels.attention)
     return Work(flops, tuple(_over_tensor(part, nodes)), kernels)
+
+
+def _kernels_of(part: Partition, nodes: Sequence[Node], makes: Iterable[int]) -> Kernels:
+    sharded = {value for value, cut in part.cuts.items() if cut is not None}
+    summed = {i for node in nodes if node.first in part.collectives for i in node.outputs}
+    kernels = kernels_of(part.graph, nodes, {*makes, *summed}, sharded)
+    for node in nodes:
+        for body in part.bodies.get(node.first, ()):
+            graph = body.part.graph
+            inside = _kernels_of(body.part, graph.nodes, graph.outputs)
+            kernels = kernels.and_of_body(inside, body.times)
+    return kernels
 
 
 def _over_tensor(part: Partition, nodes: Iterable[Node]) -> Iterator[Sent]:
@@ -393,8 +407,10 @@ def _over_tensor(part: Partition, nodes: Iterable[Node]) -> Iterator[Sent]:
         if constraint_of(node.equation) and part.cuts.get(node.outputs[0]) is not None:
             sharded.update(node.inputs)
     for node in nodes:
-        if each := part.collectives.get(node.outputs[0]):
-            is_scattered = each.kind == "all-reduce" and node.outputs[0] in sharded
+        for body in part.bodies.get(node.first, ()):
+            yield from list(_over_tensor(body.part, body.part.graph.nodes)) * body.times
+        if each := part.collectives.get(node.first):
+            is_scattered = each.kind == "all-reduce" and node.first in sharded
             kind = "reduce-scatter" if is_scattered else each.kind
             yield Sent(TENSOR, kind, each.payload_bytes)
 

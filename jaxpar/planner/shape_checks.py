@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import jax
 from jaxtyping import PyTree
 
+from jaxpar._compat import source_line
+from jaxpar.backward.partition import Partition
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, shapes_of
 from jaxpar.runtime.uncaught import is_raised_by_jaxpar
 from jaxpar.sharding import path_string
@@ -46,6 +48,19 @@ def check_functions(model: LayeredModel, loss: Callable, params: PyTree, batch: 
         outputs = shapes_of(model.head, outer, x, of="head")
     with _function("loss", outputs=outputs, batch=batch):
         check_loss(loss, outputs, batch, has_aux=None)
+
+
+def check_trips(part: Partition) -> None:
+    """Raises ValueError if it is not known how often a loop of a function runs."""
+    for node in part.graph.nodes:
+        for body in part.bodies.get(node.first, ()):
+            if body.trips is None:
+                at = source_line(node.equation)
+                raise ValueError(
+                    "a plan must know how often a loop of the model runs; got a jax.lax.while_loop that ends by what it "
+                    f"computes{at and ', at ' + at}. Write it as a jax.lax.fori_loop of as many trips as are planned for."
+                )
+            check_trips(body.part)
 
 
 @contextmanager
