@@ -2,7 +2,13 @@
 
 import pytest
 
-from jaxpar.runtime.host_names import allowed_hosts, is_allowed, is_by_address, is_loopback
+from jaxpar.runtime.host_names import (
+    allowed_hosts,
+    is_allowed,
+    is_by_address,
+    is_loopback,
+    with_port,
+)
 
 LOCAL = ("localhost", "localhost:8000", "LOCALHOST:1", "127.0.0.1:80", "[::1]", "[::1]:8000")
 OTHERS = (
@@ -58,3 +64,10 @@ def test_what_is_no_name_of_a_host_is_refused(name):
         ValueError, match=r"allowed_hosts must be names of hosts, without ports; got .* for any\."
     ):
         allowed_hosts("127.0.0.1", [name])
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"), [("::", "[::]:8396"), ("127.0.0.1", "127.0.0.1:8396"), ("a", "a:8396")]
+)
+def test_an_address_is_shown_as_a_url_has_it(address, shown):
+    assert with_port(address, 8396) == shown

@@ -11,7 +11,7 @@ import tyro
 
 from jaxpar.commands.cli import call, foreign_flags_told, make_folder
 from jaxpar.fields import check_at_least, check_from
-from jaxpar.runtime.host_names import allowed_hosts
+from jaxpar.runtime.host_names import allowed_hosts, with_port
 from jaxpar.runtime.output import followed, needing_extra, printable, printable_lines, tell
 
 if TYPE_CHECKING:
@@ -155,9 +155,10 @@ def _serve_report(
         server = RunServer(run, port, address=address, seconds=seconds, hosts=allowed_hosts)
     except OSError as error:
         raise ValueError(
-            f"--address and --port must be free on this machine; got {address}:{port} ({error.strerror}). Choose another port."
+            f"--address and --port must be free on this machine; got {with_port(address, port)} ({error.strerror}). Choose "
+            "another port."
         ) from error
-    print(f"{run} at http://{address}:{port}/, until Ctrl-C", flush=True)
+    print(f"{run} at http://{with_port(address, port)}/, until Ctrl-C", flush=True)
     with server:
         try:
             server.serve_forever()
@@ -227,7 +228,7 @@ def _serve_model(
         with server.ending_on_signals():
             served = open_model(run, model)
         host, port = listening.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        url = f"http://{with_port(host, port)}"
         tell(f"{printable(served.name)}: {printable(served.about)}; {url}/docs")
         return server.run(served, limits, listening)
 

@@ -25,6 +25,7 @@ import jax
 from jaxpar.fields import arg
 from jaxpar.gpus import GPUS
 from jaxpar.metrics.lines import Number
+from jaxpar.runtime.host_names import with_port
 from jaxpar.runtime.output import needing_extra, tell
 from jaxpar.runtime.page_server import PageServer
 
@@ -121,7 +122,7 @@ class PrometheusExporter(Watcher):
             self._server = PageServer({"/metrics": page, "/": page}, address, port)
         except OSError as error:
             raise OSError(
-                f"{arg('metrics_port')} must be free; got {address}:{port} ({error.strerror}). Choose another port."
+                f"{arg('metrics_port')} must be free; got {with_port(address, port)} ({error.strerror}). Choose another port."
             ) from error
         self.port: int = self._server.server_port
         self._thread = threading.Thread(

@@ -8,6 +8,7 @@ import jax
 from jaxpar.metrics import exporters
 from jaxpar.run.flags import RunFlags
 from jaxpar.run.messages import checks, status_watchers
+from jaxpar.runtime.host_names import with_port
 
 BEGAN = time.monotonic()
 
@@ -44,7 +45,7 @@ def open_watchers(
                 began=BEGAN,
             )
             watchers.append(server)
-            say(f"metrics at http://{monitoring.metrics_address}:{server.port}/metrics")
+            say(f"metrics at http://{with_port(monitoring.metrics_address, server.port)}/metrics")
         if monitoring.tensorboard:
             watchers.append(exporters.TensorBoardWriter(flags.common.out_dir / "tensorboard"))
         if monitoring.profile:

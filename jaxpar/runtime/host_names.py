@@ -1,4 +1,4 @@
-"""The names by which a server may be asked for, in a request's Host header.
+"""The addresses of servers, and the names by which one may be asked for, in a request's Host header.
 
 A page of another site can make a browser send requests to this machine under that site's name (DNS rebinding). A server for
 this machine alone therefore answers only requests that name it.
@@ -11,6 +11,11 @@ from jaxpar.fields import arg
 
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 ANY = "*"
+
+
+def with_port(address: str, port: int) -> str:
+    """Returns ``host:port`` as a URL has it, with an IPv6 address in brackets."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def is_loopback(address: str) -> bool:
