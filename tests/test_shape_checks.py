@@ -46,6 +46,14 @@ SHAPE = ModelShape(
             {"model": dataclasses.replace(MODEL, layer=lambda params, x: (x, x))},
             "layer must return the structure that it takes; got",
         ),
+        (
+            {"params": SHAPE.params | {"layers": {"w": leaf((4, 16, 16), "float32"), "i": leaf((4,), "int32")}}},
+            "floating-point or complex arrays, since each is given a gradient; got layers/i of dtype int32. Put it into",
+        ),
+        (
+            {"params": SHAPE.params | {"layers": [{"w": leaf((16, 16), "float32")}] * 4}},
+            "layers of a ModelShape must be stacked along a leading dim, since a plan traces one for all; got a list of 4.",
+        ),
     ],
 )  # fmt: skip
 def test_a_shape_that_does_not_fit_itself_is_told_in_its_words(changes, message):

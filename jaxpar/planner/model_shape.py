@@ -28,7 +28,7 @@ from jaxpar.models.quantized import is_quantized
 from jaxpar.params import abstract_params, specs_from_dims
 from jaxpar.pipeline.embed_and_head import Ends
 from jaxpar.planner.fused import planned_attention
-from jaxpar.planner.shape_checks import check_functions, check_parts
+from jaxpar.planner.shape_checks import check_functions, check_params, check_parts
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.sharding import path_string, shardings_from_paths
 from jaxpar.tensor_parallel import (
@@ -67,7 +67,7 @@ class ModelShape:
         cache: The traced ops, by number of rows and by the sizes of these axes.
 
     Raises:
-        TypeError: The model is no LayeredModel.
+        TypeError: The model is no LayeredModel, its layers are not stacked, or a param that is trained is no float.
         ValueError: An array of the row has no leading dim of 1. A plan raises it, or a TypeError, where the functions do not
             take the shapes of params and row, or the loss does not return two scalars.
     """
@@ -91,6 +91,7 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         check_parts(self.model, self.row)
+        check_params(self.frozen(self.params))
 
     @cached_property
     def num_layers(self) -> int:

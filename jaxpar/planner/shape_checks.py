@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar._compat import source_line
@@ -12,6 +13,7 @@ from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, shape
 from jaxpar.runtime.uncaught import is_raised_by_jaxpar
 from jaxpar.sharding import path_string
 from jaxpar.step.loss_checks import check_loss
+from jaxpar.trainable import only_trained
 
 SHOWN = 8  # arrays of params or of a row
 OF_FUNCTIONS = (TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
@@ -31,6 +33,22 @@ def check_parts(model: object, row: PyTree) -> None:
             raise ValueError(
                 "row of a ModelShape must be a batch of one row, whose arrays have a leading dim of 1; got "
                 f"{path_string(path) or 'row'} of {got}. Write jax.ShapeDtypeStruct((1, *shape), dtype)."
+            )
+
+
+def check_params(params: PyTree) -> None:
+    """Raises TypeError for layers that are not stacked, and for numbers among the params that are trained."""
+    if isinstance(params, dict) and isinstance(params.get(LAYERS), list):
+        raise TypeError(
+            "the layers of a ModelShape must be stacked along a leading dim, since a plan traces one for all; got a list of "
+            f"{len(params[LAYERS])}. Give each array of a layer a leading dim of that many layers."
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(only_trained(params)):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is not None and not jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                "params must be floating-point or complex arrays, since each is given a gradient; got "
+                f"{path_string(path)} of dtype {dtype}. Put it into the row, or leave it out of trainable."
             )
 
 
