@@ -489,7 +489,7 @@ def test_a_bad_table_is_named_by_its_line(tmp_path, capsys, text, message):
         (["1,5,2"], "one for each feature and the intercept; got 1 row, 3 parameters. Add rows"),
         (
             ["1,5,2", "2,7,3", "3,1,9", "4,4,1"],
-            "the folds of a cross-validation must be from 4 to the number of rows; got 5, 4 rows. Give --folds 4.",
+            "--folds of a cross-validation must be from 4 to the number of rows; got 5, 4 rows. Give --folds 4.",
         ),
     ],
 )

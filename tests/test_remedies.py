@@ -394,7 +394,7 @@ def tuned(tmp_path_factory):
             gpt.Config,
             [*flags, *from_here, "--checkpoint-every", "4", "--eval-rows", "2"],
         )
-    return folder, ["--resume", *flags]
+    return folder, ["--resume", *flags, "--eval-rows", "2"]
 
 
 @pytest.mark.few(2)

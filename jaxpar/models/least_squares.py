@@ -192,6 +192,6 @@ def check_folds(folds: int, table: Table) -> None:
         )
     if not least <= folds <= num_rows:
         raise ValueError(
-            f"the folds of a cross-validation must be from {least} to the number of rows; got {folds}, {num_rows} rows. "
+            f"--folds of a cross-validation must be from {least} to the number of rows; got {folds}, {num_rows} rows. "
             f"Give --folds {least}{f' to {num_rows}' if least < num_rows else ''}."
         )
