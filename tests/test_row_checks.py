@@ -937,6 +937,10 @@ IN_DOUBT = {
         },
         "layer: a convolution along positions",
     ),
+    "a scan": (
+        {"change": lambda h: jax.lax.associative_scan(jnp.add, h, axis=1)},
+        "layer: another program for another number of positions",
+    ),
 }
 
 
