@@ -39,9 +39,14 @@ def _scan(node: Node, cuts: list[Cut], run: Run) -> Found:
     num_constants, num_carry = scan_counts(node.equation)
     start = num_constants + num_carry
     body = graph_of(node.equation.params["jaxpr"])
-    slices = [_inside(cut) for cut in cuts[start:]]
-    part, carry = _settled(body, cuts[:num_constants], cuts[num_constants:start], slices, run)
-    slices = [part.cuts.get(value) for value in body.outputs[num_carry:]]
+    part, carry = _settled(
+        body,
+        constants=cuts[:num_constants],
+        carry=cuts[num_constants:start],
+        slices=[_inside(cut) for cut in cuts[start:]],
+        run=run,
+    )
+    slices = _cuts_of(part, body.outputs[num_carry:])
     stacked = [None if cut is None else cut + 1 for cut in slices]
     return [*carry, *stacked], [Body(part, num_trips(node.equation))]
 
@@ -56,10 +61,15 @@ def _while(node: Node, cuts: list[Cut], run: Run) -> Found:
     of_condition = params["cond_nconsts"]
     start = of_condition + params["body_nconsts"]
     body = graph_of(params["body_jaxpr"])
-    part, carry = _settled(body, cuts[of_condition:start], cuts[start:], [], run)
+    part, carry = _settled(
+        body,
+        constants=cuts[of_condition:start],
+        carry=cuts[start:],
+        slices=[],
+        run=run,
+    )
     condition = graph_of(params["cond_jaxpr"])
-    given = [*cuts[:of_condition], *carry]
-    tests = run(condition, dict(zip(condition.inputs, given, strict=True)))
+    tests = _run_on(run, condition, [*cuts[:of_condition], *carry])
     trips = num_trips(node.equation)
     return carry, [Body(part, trips), Body(tests, trips)]
 
@@ -73,17 +83,27 @@ def _settled(
 ) -> tuple[Any, list[Cut]]:
     """Returns the body of a loop, and the sharded dims of what it carries from trip to trip."""
     while True:
-        given = [*constants, *carry, *slices]
-        part = run(body, dict(zip(body.inputs, given, strict=True)))
-        made = [part.cuts.get(value) for value in body.outputs[: len(carry)]]
-        after = [_either(*each) for each in zip(carry, made, strict=True)]
+        part = _run_on(run, body, [*constants, *carry, *slices])
+        made = _cuts_of(part, body.outputs[: len(carry)])
+        after = _either(carry, made)
         if after == carry:
             return part, carry
         carry = after
 
 
-def _either(first: Cut, second: Cut) -> Cut:
-    return second if first is None else first
+def _run_on(run: Run, body: Graph, cuts: list[Cut]) -> Any:
+    """Returns the Partition of a body whose inputs are cut so, in their order."""
+    return run(body, dict(zip(body.inputs, cuts, strict=True)))
+
+
+def _cuts_of(part: Any, values: Sequence[int]) -> list[Cut]:
+    return [part.cuts.get(value) for value in values]
+
+
+def _either(first: list[Cut], second: list[Cut]) -> list[Cut]:
+    """Returns for each value the first of its two sharded dims that is known."""
+    pairs = zip(first, second, strict=True)
+    return [b if a is None else a for a, b in pairs]
 
 
 def _branches(node: Node, cuts: list[Cut], run: Run) -> Found:
@@ -91,12 +111,15 @@ def _branches(node: Node, cuts: list[Cut], run: Run) -> Found:
     bodies = []
     for branch in node.equation.params["branches"]:
         body = graph_of(branch)
-        part = run(body, dict(zip(body.inputs, cuts[1:], strict=True)))
-        made = [part.cuts.get(value) for value in body.outputs]
-        found = [_either(*each) for each in zip(found, made, strict=True)]
+        part = _run_on(run, body, cuts[1:])
+        found = _either(found, _cuts_of(part, body.outputs))
         bodies.append(Body(part, 1))
-    work = lambda body: (body.part.flops_of(body.part.graph.nodes), len(body.part.graph.nodes))
-    return found, [max(bodies, key=work)]
+    return found, [max(bodies, key=_work_of)]
+
+
+def _work_of(body: Body) -> tuple[float, int]:
+    nodes = body.part.graph.nodes
+    return body.part.flops_of(nodes), len(nodes)
 
 
 _RULES: dict[str, Callable[[Node, list[Cut], Run], Found]] = {

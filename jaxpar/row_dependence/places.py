@@ -36,23 +36,27 @@ class _Makes(NamedTuple):
 def placed(op: Operation, given: Values, made: Sequence[Value]) -> list[Value]:
     """Returns the results of an operation on values without rows: those that now depend on places say so."""
     makes = _BY_NAME.get(op.name)
-    if makes is None or not all(value.is_free for value in given) or _are_copies(makes, given):
+    if makes is None or _are_copies(makes, given):
+        return list(made)
+    if not all(value.is_free for value in given):
         return list(made)
     differing = set(makes.dims(op))
-    return [
-        replace(value, growth=1.0, place=Place.OTHER)
-        if value.is_free and not value.place and differing & set(op.varying_out(at))
-        else value
-        for at, value in enumerate(made)
-    ]
+    results = []
+    for at, value in enumerate(made):
+        differs = differing & set(op.varying_out(at))
+        is_new = value.is_free and not value.place
+        by_place = replace(value, growth=1.0, place=Place.OTHER)
+        results.append(by_place if differs and is_new else value)
+    return results
 
 
 def _are_copies(makes: _Makes, given: Values) -> bool:
     """Whether a result is one number at all places."""
     numbers = {value.number for value in given[makes.of]}
-    return numbers == {ZERO.number} or (
-        not makes.adds and len(numbers) == 1 and None not in numbers
-    )
+    if numbers == {ZERO.number}:
+        return True
+    is_one = len(numbers) == 1 and None not in numbers
+    return is_one and not makes.adds
 
 
 def _made_longer(op: Operation) -> Dims:
@@ -81,8 +85,9 @@ def _written(op: Operation) -> Dims:
 
 
 def _updated(op: Operation) -> Dims:
-    whole, part = op.in_shapes(0)[0], op.in_shapes(1)[0]
-    return [dim for dim, sizes in enumerate(zip(whole, part, strict=True)) if len(set(sizes)) > 1]
+    whole, _ = op.in_shapes(0)
+    part, _ = op.in_shapes(1)
+    return [dim for dim in range(len(whole)) if whole[dim] != part[dim]]
 
 
 def _summed(op: Operation) -> Dims:
@@ -90,16 +95,23 @@ def _summed(op: Operation) -> Dims:
 
 
 def _windows(op: Operation) -> Dims:
-    return [dim for dim, size in enumerate(op.params["window_dimensions"]) if size > 1]
+    sizes = op.params["window_dimensions"]
+    return [dim for dim, size in enumerate(sizes) if size > 1]
 
 
+_ALL_BUT_INDEX = slice(0, 3, 2)
 _TABLE = (
     _Makes("slice dynamic_slice split", _made_longer),
     _Makes("pad", _padded, of=slice(2)),
     _Makes("concatenate", _joined, of=slice(None)),
     _Makes("gather", _gathered),
-    _Makes("scatter scatter-min scatter-max", _written, of=slice(0, 3, 2)),
-    _Makes("scatter-add scatter-sub scatter-mul", _written, of=slice(0, 3, 2), adds=True),
+    _Makes("scatter scatter-min scatter-max", _written, of=_ALL_BUT_INDEX),
+    _Makes(
+        "scatter-add scatter-sub scatter-mul",
+        _written,
+        of=_ALL_BUT_INDEX,
+        adds=True,
+    ),
     _Makes("dynamic_update_slice", _updated, of=slice(2)),
     _Makes("cumsum cumprod cumlogsumexp", _summed, adds=True),
     _Makes("reduce_window reduce_window_sum", _windows, adds=True),
