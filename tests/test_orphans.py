@@ -98,9 +98,10 @@ def test_a_launcher_killed_before_its_watcher_knows_a_process_leaves_none(tmp_pa
 
 
 def watchers():
-    """The watchers that run, of all launchers."""
-    found = (path for path in Path("/proc").glob("[0-9]*/cmdline"))
-    return {int(path.parent.name) for path in found if WATCHER in _read(path)}
+    """The watchers that launchers of this process have started. Other tests may run launchers beside it."""
+    parent = f"\nPPid:\t{os.getpid()}\n".encode()
+    found = [path for path in Path("/proc").glob("[0-9]*") if WATCHER in _read(path / "cmdline")]
+    return {int(path.name) for path in found if parent in _read(path / "status")}
 
 
 def _read(path):
