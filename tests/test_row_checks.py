@@ -905,8 +905,12 @@ def test_groups_of_neighbouring_positions_must_be_in_one_of_the_chunks_of_a_devi
 
 @pytest.mark.parametrize(
     "numbered",
-    [lambda table, seq: table[jnp.arange(seq)], lambda table, seq: table[:seq]],
-    ids=["an index", "a slice"],
+    [
+        lambda table, seq: table[jnp.arange(seq)],
+        lambda table, seq: table[:seq],
+        lambda table, seq: table.reshape(seq, -1)[:, :1] + table[:1],
+    ],
+    ids=["an index", "a slice", "another shape"],
 )
 def test_positions_that_are_counted_on_a_device_are_told(numbered):
     model = gathering(

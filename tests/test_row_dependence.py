@@ -297,6 +297,9 @@ BY_PLACE = {
     "a mask of NumPy": lambda p, h, y, t: jnp.where((np.arange(len(h)) == 0)[:, None, None], h, 0),
     "a triangle": lambda p, h, y, t: jnp.triu(h[:, 0]),
     "a slice of a table": lambda p, h, y, t: h + table_of(p)[: len(h), None],
+    "a table that is cut": lambda p, h, y, t: (
+        h * jnp.outer(jnp.arange(32.0), p).reshape(len(h), -1)[:, :1, None]
+    ),
     "a slice from an index": lambda p, h, y, t: (
         h + jax.lax.dynamic_slice_in_dim(table_of(p), p[0].astype(int), len(h))[:, None]
     ),

@@ -137,6 +137,8 @@ def reshaped(op: Operation, given: Values) -> Value:
     span = value.span
     _, old = op.in_shapes()
     _, new = op.out_shapes()
+    if span is None and not op.varying_out():  # the whole, of the parts of all
+        return replace(value, place=Place.NONE)
     if span is None or span.in_loop or 0 in new:
         return value
     is_in_loop = span.first < 0

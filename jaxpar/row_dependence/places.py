@@ -1,6 +1,7 @@
 """The rule by which values that depend on no row come to depend on the places of rows, besides ``iota`` and constants.
 
     table[: len(h)]                 a slice that has as many entries as rows, of a table that has not
+    table.reshape(len(h), -1)       a table that is cut into as many parts as there are rows
     jnp.pad(w, (0, len(h) - 3))     the first entries are others than the last
     jnp.cumsum(jnp.ones(len(h)))    what is added up has as many terms as the place says
 
@@ -76,6 +77,11 @@ def _joined(op: Operation) -> Dims:
     return [] if all(have_rows) else [axis]
 
 
+def _cut(op: Operation) -> Dims:
+    """The dims of a table that is cut into as many parts as there are rows."""
+    return [] if op.varying_in() else op.varying_out()
+
+
 def _gathered(op: Operation) -> Dims:
     return [] if op.varying_in() else op.params["dimension_numbers"].offset_dims
 
@@ -102,6 +108,7 @@ def _windows(op: Operation) -> Dims:
 _ALL_BUT_INDEX = slice(0, 3, 2)
 _TABLE = (
     _Makes("slice dynamic_slice split", _made_longer),
+    _Makes("reshape", _cut),
     _Makes("pad", _padded, of=slice(2)),
     _Makes("concatenate", _joined, of=slice(None)),
     _Makes("gather", _gathered),
