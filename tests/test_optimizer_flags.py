@@ -316,3 +316,6 @@ def test_what_a_resumed_run_must_share_has_new_flags_only_where_they_are_set():
     }  # fmt: skip
     assert optimizers.settings(gpt.Config.of(optimizer="sgd"))["momentum"] == 0.9
     assert optimizers.settings(gpt.Config.of(beta2=0.99))["beta2"] == 0.99
+    of_final = lambda final: optimizers.settings(gpt.Config.of(final_learning_rate=final))
+    assert of_final(1e-4)["final_learning_rate"] == 1e-4
+    assert of_final(3e-4) == optimizers.settings(gpt.Config()), "a tenth is what is taken without"

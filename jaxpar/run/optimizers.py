@@ -1,5 +1,6 @@
 """Flags of an optimizer and its learning rate, and the optimizer that they ask for."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -117,11 +118,7 @@ def learning_rate(flags: OptimizedFlags) -> optax.Schedule:
     **Reference**: cosine: Loshchilov and Hutter 2017, arXiv 1608.03983. wsd: Hu et al. 2024, arXiv 2404.06395, section 4.2.
     """
     highest, warmup, steps = flags.common.learning_rate, warmup_steps_of(flags), flags.common.steps
-    final = (
-        highest / 10
-        if flags.optimizer.final_learning_rate is None
-        else flags.optimizer.final_learning_rate
-    )
+    final = final_learning_rate_of(flags)
     constant, left, decay = optax.constant_schedule(highest), steps - warmup, decay_steps_of(flags)
     falling = lambda steps: optax.linear_schedule(highest, final, steps)
     after = {
@@ -131,6 +128,12 @@ def learning_rate(flags: OptimizedFlags) -> optax.Schedule:
         "wsd": lambda: optax.join_schedules([constant, falling(decay)], [left - decay]),
     }[flags.optimizer.learning_rate_schedule]
     return optax.join_schedules([optax.linear_schedule(0.0, highest, warmup), after()], [warmup])
+
+
+def final_learning_rate_of(flags: OptimizedFlags) -> float:
+    """Returns the learning rate at the end of the run, of a schedule that falls."""
+    given = flags.optimizer.final_learning_rate
+    return flags.common.learning_rate / 10 if given is None else given
 
 
 def warmup_steps_of(flags: OptimizedFlags) -> int:
@@ -269,9 +272,10 @@ def settings(flags: OptimizedFlags) -> dict[str, Any]:
     found["warmup_steps"] = warmup_steps_of(flags)
     if flags.optimizer.optimizer in USED_BY["momentum"]:
         found["momentum"] = momentum_of(flags)
-    return found | {
-        name: getattr(flags.optimizer, name) for name in CHANGE_NUMBERS if _is_given(flags, name)
-    }
+    changed = [name for name in CHANGE_NUMBERS if _is_given(flags, name)]
+    if math.isclose(final_learning_rate_of(flags), flags.common.learning_rate / 10):
+        changed = [name for name in changed if name != "final_learning_rate"]
+    return found | {name: getattr(flags.optimizer, name) for name in changed}
 
 
 def _is_given(flags: OptimizedFlags, name: str) -> bool:
