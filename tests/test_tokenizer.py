@@ -285,6 +285,8 @@ def test_messages_with_the_marks_of_answers_are_refused(tmp_path):
         (lambda f: (f / "tokenizer.json").write_text("{}"), r"must be a tokenizer of the tokenizers library; got .*again"),
         (lambda f: (f / "tokenizer_config.json").write_text("[]"), "JSON of a model must be an object; got a list"),
         (lambda f: (f / "tokenizer_config.json").write_text('{"eos_token": "<s>"}'), r"must be a token of .*; got '<s>' in"),
+        (lambda f: (f / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"9": {"content": "<new>"}}}'),
+            r"added_tokens_decoder .* must be an added token of tokenizer.json .*; got '<new>' in .*save_pretrained"),
         (lambda f: (f / "chat_template.jinja").write_text("{% for %}"), "must be a Jinja template; got"),
         (lambda f: (f / "chat_template.jinja").write_text("x" * 2**21), "chat_template.jinja must have at most 1048576 bytes"),
         (lambda f: (f / "chat_template.jinja").symlink_to("/etc/hostname"), "must be in its folder; got .*, a link to"),

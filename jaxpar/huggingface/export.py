@@ -35,6 +35,7 @@ from jaxpar.huggingface.folder import (
     INDEX,
     ONE_FILE,
     file_inside,
+    open_folder,
     read_json,
     shorten,
     write_json,
@@ -86,7 +87,8 @@ def write_model(
         source: The folder that the model was read from. Its ``config.json`` is kept, with the tokens that begin, end and pad a
             text, and so are its ``generation_config.json``, tokenizer, chat template and licence. None: the ``config.json`` has
             what jaxpar knows, with the keys that ``read_config`` ignored unchanged, and there is no tokenizer.
-        dtype: The dtype to write; by default that of the source, or else of the params.
+        dtype: The dtype to write; by default that of the source's tensors, of its ``config.json`` where they have several, or
+            else of the params.
         max_file_bytes: If the tensors take more, they are distributed over several files. A file is larger than this only if
             it holds a single tensor.
 
@@ -294,10 +296,19 @@ def _without_training(config: TransformerConfig) -> TransformerConfig:
 
 
 def dtype_of(folder: Path | str) -> np.dtype | None:
-    """Returns the dtype of the params that a folder's config.json names, if it is one that jaxpar writes."""
+    """Returns the dtype of all of a folder's tensors, else that which config.json names; None: jaxpar has none."""
     given = read_json(file_inside(folder, CONFIG))
     named = next((given[key] for key in DTYPE_KEYS if given.get(key) is not None), None)
+    dtypes = {tensor.dtype for tensor in _tensors_of(Path(folder)).values()} & {*FLOATS.values()}
+    if len(dtypes) == 1 and dtypes != {FLOATS["F64"]}:
+        return dtypes.pop()
     return next((dtype for dtype in FLOATS.values() if dtype.name == named), None)
+
+
+def _tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    """Returns the tensors of a folder; none of one that describes a model alone."""
+    has_tensors = any((folder / name).exists() for name in (ONE_FILE, INDEX))
+    return open_folder(folder) if has_tensors else {}
 
 
 def stop_tokens(folder: Path | str) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxpar.data.text import Tokenizer
 from jaxpar.fields import arg
-from jaxpar.huggingface.folder import brief, check_size, file_inside, read_json
+from jaxpar.huggingface.folder import brief, check_size, file_inside, read_json, shorten
 from jaxpar.runtime.output import needing_extra, refusing
 
 TOKENIZER = "tokenizer.json"
@@ -90,9 +90,11 @@ class FolderTokenizer(Tokenizer):
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.end = self._end(_text_of(settings.get("eos_token")), folder)
         self._special = {name: _text_of(settings.get(name)) or "" for name in SPECIAL}
-        added = self._tokenizer.get_added_tokens_decoder().values()
+        added = self._tokenizer.get_added_tokens_decoder()
+        _check_added(settings, {t.content: index for index, t in added.items()}, folder)
         self._written = re.compile(
-            "|".join(re.escape(t.content) for t in added if t.special and t.content) or "(?!)"
+            "|".join(re.escape(t.content) for t in added.values() if t.special and t.content)
+            or "(?!)"
         )
         self.folder, self.has_chat_template, self._marks_answers = (
             folder,
@@ -283,6 +285,20 @@ def _open(path: Path) -> Any:
     tokenizer.no_truncation()  # settings for inference, which would cut examples silently
     tokenizer.no_padding()
     return tokenizer
+
+
+def _check_added(settings: Mapping[str, Any], added: Mapping[str, int], folder: Path) -> None:
+    """Raises for a token that the settings add, as transformers would, and the tokenizer has not."""
+    listed = settings.get("added_tokens_decoder")
+    listed = listed if isinstance(listed, dict) else {}
+    texts = {_text_of(token): index for index, token in listed.items()}
+    missing = [text for text, index in texts.items() if text and str(added.get(text)) != str(index)]
+    if missing:
+        raise ValueError(
+            f"a token of added_tokens_decoder in {SETTINGS} must be an added token of {TOKENIZER} with the same number; got "
+            f"{shorten(missing)} in {folder}, which {TOKENIZER} would cut into several. Write both files anew: "
+            f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r}) of transformers."
+        )
 
 
 def _optional_json(folder: Path, name: str) -> dict[str, Any]:
