@@ -27,6 +27,7 @@ VOLUMES = (
     ("ephemeral", {"volumeClaimTemplate": {"spec": CLAIM}}, "deleted with its pod, and no other"),
     ("hostPath", {"path": "/data"}, "a folder of a node: a pod on another"),
 )
+OF_POD = {"fieldRef": {"fieldPath": "metadata.uid"}}
 PATTERNS = "spec failurePolicy rules 0 onJobFailureMessagePatterns"
 
 
@@ -88,6 +89,10 @@ def test_what_is_written_agrees_with_itself(kind):
         ("jobset", "spec network publishNotReadyAddresses", False, "publishNotReadyAddresses of spec.network must be true,"),
         ("jobset", "spec network enableDNSHostnames", False, "enableDNSHostnames of spec.network must be true, since pods"),
         ("trainjob", "pod volumes shm emptyDir medium", None, "at /dev/shm of spec.trainer must be memory, through which th"),
+        ("trainjob", "main env +", {"name": "JAX_NUM_PROCESSES", "value": "4"}, "be the number of pods; got 4, numNodes 2."),
+        ("trainjob", "main numProcPerNode", 8, "numProcPerNode must be 1, since a pod is one process of the run, with all"),
+        ("trainjob", "metadata name", "a" * 60, "a pod's name must have at most 63 letters; got 'aaa"),
+        ("service", "pod restartPolicy", "Never", "restartPolicy of a Deployment's pods must be Always; got Never. Leave it"),
         ("trainjob", "main numNodes", 3, "16 devices, and 3 pods with nvidia.com/gpu 8, 24 devices. Make them equal."),
         ("trainjob", "pod containers node volumeMounts checkpoints mountPath", "/data",
          "a folder in the command of spec.trainer must be in a volume; got /checkpoints/gpt, and mounts at /compiled, /data"),
@@ -318,6 +323,12 @@ def test_pods_without_gpus_or_a_command_are_told_or_taken():
         ("jobset", "main command +", "--steps=8",
          "the recipe has --checkpoint-every 9 and --steps 8: it saves only at its end or when asked to stop, and after a fa"),
         ("jobset", "main command +", "--steps=10", ""),
+        ("trainjob", "spec runtimeRef name", "torch-distributed", "spec.runtimeRef is torch-distributed: a run needs the var"),
+        ("jobset", "main securityContext readOnlyRootFilesystem", True, "spec.replicatedJobs.0 has readOnlyRootFilesystem an"),
+        ("jobset", "main env JAXPAR_RUN_TOKEN", {"name": "JAXPAR_RUN_TOKEN", "valueFrom": OF_POD},
+         "JAXPAR_RUN_TOKEN of spec.replicatedJobs.0 is metadata.uid, another of each pod: process 0 refuses the others"),
+        ("jobset", "main resources", {"limits": {GPU: 8, "rdma/ib": 0}, "requests": {GPU: 8, "rdma/ib": 0}},
+         "2 nodes and no --rdma: NCCL uses TCP between pods"),
         ("trainjob", "main numNodes", None, "spec.trainer has no numNodes: the runtime's number of nodes may not be that of"),
     ],
 )  # fmt: skip
@@ -338,7 +349,32 @@ def test_a_part_of_a_volume_for_each_pod_is_told_with_what_to_write_in_its_place
     assert said.endswith("does not find whole checkpoints. Leave it out, or write subPath")
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "jaxpar launch", "python3 -m jaxpar launch"])
+@pytest.mark.parametrize(
+    "around", ["tini --", "timeout -k 9 3h", "nohup", "nsys profile -o /tmp/a", "env A=1"]
+)
+def test_flags_are_read_behind_the_programs_around_a_recipe(around):
+    (job,) = documents("jobset")
+    words = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    command = words["containers"][0]["command"]
+    edit(job, "jobset", "main command", [*around.split(), *command])
+    assert not remarks(job)
+    edit(job, "jobset", "main command +", "--dry-run")
+    (said,) = remarks(job)
+    assert said.startswith("the recipe has --dry-run: the job checks and compiles, trains nothing")
+
+
+def test_a_service_without_an_address_maps_no_port():
+    deployment, service = documents("service")
+    check_manifests([deployment, service])
+    assert not remarks(service)
+    edit(service, "service", "spec clusterIP", "None")
+    (said,) = remarks(service)
+    assert said.startswith("spec.clusterIP is None: clients reach the pods themselves, at their")
+
+
+@pytest.mark.parametrize(
+    "launcher", ["torchrun", "nohup torchrun", "jaxpar launch", "python3 -m jaxpar launch"]
+)
 def test_a_launcher_as_the_program_of_a_pod_is_told(launcher):
     (job,) = documents("jobset")
     edit(job, "jobset", "main ports", [{"containerPort": 6379}])
@@ -346,7 +382,10 @@ def test_a_launcher_as_the_program_of_a_pod_is_told(launcher):
     edit(job, "jobset", "main command", [*launcher.split(), "train.py"])
     said = [line for line in remarks(job) if "starts processes" in line]
     assert len(said) == 1
-    assert f"begins with {launcher}, which starts processes of its own: a pod is one" in said[0]
+    assert (
+        f"begins with {launcher.removeprefix('nohup ')}, which starts processes of its own: a pod is one"
+        in said[0]
+    )
 
 
 def test_a_file_may_have_lists_and_documents_of_other_kinds(tmp_path, capsys):

@@ -33,7 +33,7 @@ from jaxpar.jobs.pods import (
     labels_of,
 )
 from jaxpar.jobs.selectors import check_together
-from jaxpar.jobs.workload import workloads
+from jaxpar.jobs.workload import NODE, workloads
 from jaxpar.runtime.output import needing_extra, printable
 from jaxpar.runtime.process_env import NAMES
 
@@ -238,6 +238,10 @@ def _check_deployment(manifest: Mapping[str, Any]) -> None:
             "equal."
         )
     pod = spec["template"]["spec"]
+    if (policy := pod.get("restartPolicy", "Always")) != "Always":
+        raise ValueError(
+            f"restartPolicy of a Deployment's pods must be Always; got {policy}. Leave it out."
+        )
     _check_containers(pod, "spec.template.spec")
     check_probes(pod["containers"], is_served=any(pods.served for pods in workloads(manifest)))
 
@@ -255,7 +259,21 @@ def _check_containers(pod: Mapping[str, Any], path: str) -> None:
 
 def _check_trainjob(manifest: Mapping[str, Any]) -> None:
     of_runtime = {"envFrom": []}  # variables and all else that is on the cluster
-    check_references([{**manifest["spec"]["trainer"], **of_runtime}], "spec.trainer")
+    trainer = manifest["spec"]["trainer"]
+    check_references([{**trainer, **of_runtime}], "spec.trainer")
+    count = trainer.get("numNodes")
+    _check_name_of_pod(manifest["metadata"]["name"], NODE, count)
+    told = {each["name"]: each.get("value") for each in trainer.get("env", [])}
+    given = told.get("JAX_NUM_PROCESSES")
+    if None not in (given, count) and given != str(count):
+        raise ValueError(
+            f"JAX_NUM_PROCESSES must be the number of pods; got {given}, numNodes {count}. Leave it out: the runtime sets it."
+        )
+    each = trainer.get("numProcPerNode", 1)
+    if each not in (1, "1", "auto"):
+        raise ValueError(
+            f"numProcPerNode must be 1, since a pod is one process of the run, with all its GPUs; got {each}. Leave it out."
+        )
 
 
 def _check_service(manifest: Mapping[str, Any]) -> None:
@@ -349,9 +367,12 @@ def _check_pods_of_job(
         raise ValueError(
             f"subdomain of {path} must be that of spec.network; got {own!r} and {subdomain!r}. Make them equal."
         )
-    longest = (
-        f"{name}-{job}-0-{(spec.get('completions') or 1) - 1}-abcde"  # as JobSet's webhook counts
-    )
+    _check_name_of_pod(name, job, spec.get("completions"))
+
+
+def _check_name_of_pod(name: str, job: str, count: int | None) -> None:
+    """Raises ValueError if the name of the last pod is too long, as JobSet's webhook counts."""
+    longest = f"{name}-{job}-0-{(count or 1) - 1}-abcde"
     if len(longest) > MAX_NAME:
         raise ValueError(
             f"a pod's name must have at most {MAX_NAME} letters; got {longest!r}. Shorten metadata.name by "

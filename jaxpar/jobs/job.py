@@ -33,6 +33,24 @@ SERVED = (
     ("jaxpar", "serve"),
     ("python", "-m", "jaxpar", "serve"),
 )  # begin the command of a Service
+LAUNCHERS = (
+    *(("torchrun",), ("accelerate", "launch"), ("deepspeed",), ("mpirun",), ("mpiexec",)),
+    *(("jaxpar", "launch"), ("python", "-m", "jaxpar", "launch")),
+)
+INITS = ("tini", "dumb-init", "catatonit")  # which take signals as process 1, and pass them on
+AROUND = (
+    *INITS,
+    "env",
+    "ionice",
+    "nice",
+    "nohup",
+    "nsys",
+    "numactl",
+    "stdbuf",
+    "taskset",
+    "time",
+    "timeout",
+)
 REMEDY = "Give such a value, and nothing else."
 MAX_WORD = 2**16
 
@@ -244,6 +262,19 @@ def is_recipe(command: Sequence[str]) -> bool:
 def is_python(word: str) -> bool:
     """Returns whether a word starts Python: python, python3.12 or /usr/bin/python3."""
     return re.fullmatch(r"python[\d.]*", PurePosixPath(word).name) is not None
+
+
+def without_wrappers(command: Sequence[str]) -> Sequence[str]:
+    """Returns a command without the programs around it, such as an init or a profiler.
+
+    >>> without_wrappers(["timeout", "-k", "9", "3h", "nohup", "python", "-u", "train.py"])
+    ['python', '-u', 'train.py']
+    """
+    is_wrapped = bool(command) and PurePosixPath(command[0]).name in AROUND
+    programs = {"jaxpar", *(each[0] for each in LAUNCHERS)}
+    is_program = lambda word: is_python(word) or PurePosixPath(word).name in programs
+    begins = (at for at, word in enumerate(command) if is_program(word))
+    return command[next(begins, 0) :] if is_wrapped else command
 
 
 def num_words(command: Sequence[str], programs: Sequence[tuple[str, ...]]) -> int:

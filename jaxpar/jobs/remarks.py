@@ -4,24 +4,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from jaxpar.jobs.agreement import SCRAPED, SCRAPED_PORT, mesh_in, paths_in
-from jaxpar.jobs.job import CHECKPOINTS, GPUS, ROOT, flag_value, flag_values, num_words
+from jaxpar.jobs.agreement import SCRAPED, SCRAPED_PORT, TEMPORARY, mesh_in, paths_in
+from jaxpar.jobs.job import (
+    CHECKPOINTS,
+    GPUS,
+    INITS,
+    LAUNCHERS,
+    ROOT,
+    flag_value,
+    flag_values,
+    num_words,
+)
+from jaxpar.jobs.manifests import PARTS
 from jaxpar.jobs.pods import BIND_VARIABLE, REFERENCE
 from jaxpar.jobs.restarts import restart_remarks
-from jaxpar.jobs.serving_remarks import serving_remarks
+from jaxpar.jobs.serving_remarks import service_remarks, serving_remarks
 from jaxpar.jobs.shells import shell_remarks
-from jaxpar.jobs.workload import FAKE_DEVICES, NODE, SHARED_MEMORY, USUAL_GRACE, Workload, workloads
+from jaxpar.jobs.workload import (
+    FAKE_DEVICES,
+    NODE,
+    SHARED_MEMORY,
+    USUAL_GRACE,
+    Workload,
+    amount,
+    workloads,
+)
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.process_env import TIMEOUT_VARIABLE, TOKEN_VARIABLE
 from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE
 
 INPUTS = ("--init-from", "--tokenizer", "--data")
-INITS = ("tini", "dumb-init", "catatonit")  # which take signals as process 1, and pass them on
 LOCKS = "IPC_LOCK"
-LAUNCHERS = (
-    *(("torchrun",), ("accelerate", "launch"), ("deepspeed",), ("mpirun",), ("mpiexec",)),
-    *(("jaxpar", "launch"), ("python", "-m", "jaxpar", "launch")),
-)
 UNTOLD = {  # what follows without a variable
     TOKEN_VARIABLE: "any program that reaches process 0 may join the run",
     TIMEOUT_VARIABLE: "processes wait 300 s for one another, with the time to pull the image",
@@ -45,6 +58,7 @@ OF_EACH_POD = (
 )
 NUMBERS = ("completion-index", "pod-index")
 NO_PATHS = ("recall",)  # a task for --data
+RUNTIME = PARTS["TrainJob"]["spec"]["runtimeRef"]["name"]
 PLATFORMS = "JAX_PLATFORMS"
 OF_GPUS = ("cuda", "gpu")  # in JAX_PLATFORMS
 HIDING = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
@@ -62,6 +76,7 @@ def remarks(manifest: Mapping[str, Any]) -> list[str]:
         *_of_runtime(manifest),
         *restart_remarks(manifest),
         *serving_remarks(manifest),
+        *service_remarks(manifest),
         *_suspended(manifest),
     ]
 
@@ -70,6 +85,12 @@ def _of_runtime(manifest: Mapping[str, Any]) -> Iterator[str]:
     """Yields a line for each part that a TrainJob leaves to its runtime, or changes where its runtime may have none."""
     if manifest["kind"] != "TrainJob":
         return
+    runtime = manifest["spec"].get("runtimeRef", {}).get("name", RUNTIME)
+    if "jax" not in runtime:
+        yield (
+            f"spec.runtimeRef is {runtime}: a run needs the variables of Trainer's runtime for JAX. Name {RUNTIME}, or one of "
+            "your own that sets them"
+        )
     if "image" not in manifest["spec"]["trainer"]:
         yield "spec.trainer has no image: that of the runtime is used, which may have neither jaxpar nor the program. Name it"
     for pods in workloads(manifest):
@@ -107,6 +128,7 @@ def _of(pods: Workload) -> Iterator[str]:
     yield from _of_recipe(pods) if pods.recipe is not None else _unheld_paths(pods)
     yield from _told_less(pods)
     yield from _may_not_write(pods)
+    yield from _no_room_to_write(pods)
     yield from _no_time_to_save(pods)
     yield from _time_of_hook(pods)
     yield from _deaf_to_signals(pods)
@@ -132,10 +154,11 @@ def _no_command(pods: Workload) -> Iterator[str]:
 
 def _launched(pods: Workload) -> Iterator[str]:
     """Yields a line if the program of a pod starts processes, where each pod is told that it is one."""
-    if begins := num_words(pods.words, LAUNCHERS):
+    if begins := num_words(pods.program, LAUNCHERS):
+        launcher = " ".join(pods.program[:begins])
         yield (
-            f"the command of {pods.path} begins with {' '.join(pods.words[:begins])}, which starts processes of its own: a pod "
-            "is one process of the run, with all its GPUs. Give the program without it"
+            f"the command of {pods.path} begins with {launcher}, which starts processes of its own: a pod is one process of "
+            "the run, with all its GPUs. Give the program without it"
         )
 
 
@@ -223,6 +246,11 @@ def _told_less(pods: Workload) -> Iterator[str]:
     of_runtime = {BIND_VARIABLE} if pods.is_of_runtime else set()
     for name in (name for name in UNTOLD if name not in pods.told | of_runtime):
         yield f"{pods.path} has no {name}{_unless(pods)}: {UNTOLD[name]}. Write it as `manifest` does"
+    if (field := pods.fields.get(TOKEN_VARIABLE)) in OF_EACH_POD:
+        yield (
+            f"{TOKEN_VARIABLE} of {pods.path} is {field}, another of each pod: process 0 refuses the others, and the run does "
+            "not start. Write it as `manifest` does"
+        )
 
 
 def _unless(pods: Workload) -> str:
@@ -235,6 +263,16 @@ def _may_not_write(pods: Workload) -> Iterator[str]:
         yield (
             f"{pods.path} has runAsUser {pods.user} and no fsGroup: its volumes may not be writable for this user. Write "
             f"fsGroup: {pods.user}"
+        )
+
+
+def _no_room_to_write(pods: Workload) -> Iterator[str]:
+    """Yields a line if pods may write nowhere but in volumes, of which none is for temporary files."""
+    places = {str(path) for path in _mounted_at(pods)}
+    if pods.security.get("readOnlyRootFilesystem") and TEMPORARY not in places:
+        yield (
+            f"{pods.path} has readOnlyRootFilesystem and no volume at {TEMPORARY}, where Python and JAX write temporary files. "
+            f"Mount an emptyDir at {TEMPORARY}"
         )
 
 
@@ -480,8 +518,10 @@ def _slow_network(pods: Workload) -> Iterator[str]:
 
 
 def _networks(pods: Workload) -> list[str]:
-    """Returns the resources of device plugins beside the GPUs."""
-    return [name for name in {**pods.requests, **pods.limits} if "/" in name and name != GPUS]
+    """Returns the resources of device plugins beside the GPUs, of which a pod gets some."""
+    given = {**pods.requests, **pods.limits}
+    others = [name for name in given if "/" in name and name != GPUS]
+    return [name for name in others if amount(given[name], name) > 0]
 
 
 def _unused_network(pods: Workload) -> Iterator[str]:

@@ -29,6 +29,20 @@ def serving_remarks(manifest: Mapping[str, Any]) -> Iterator[str]:
             yield from _unprobed(manifest["spec"]["template"]["spec"]["containers"])
 
 
+def service_remarks(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a line for each port of a headless Service that clients do not reach: its name is that of the pods themselves."""
+    spec = manifest["spec"]
+    if manifest["kind"] != "Service" or spec.get("clusterIP") != "None":
+        return
+    for port in spec["ports"]:
+        target = port.get("targetPort", port["port"])
+        if target != port["port"]:
+            yield (
+                f"spec.clusterIP is None: clients reach the pods themselves, at their own ports, and port {port['port']} is "
+                f"not mapped to {target}. Leave clusterIP out"
+            )
+
+
 def _unheld_folder(pods: Workload) -> Iterator[str]:
     """Yields a line if the folder that is served is in no volume."""
     folder = pods.served or ""

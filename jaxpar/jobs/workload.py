@@ -9,7 +9,16 @@ from posixpath import normpath
 from typing import Any
 
 from jaxpar.jobs.field_types import QUANTITY
-from jaxpar.jobs.job import AXES, GPUS, INSTALLED, SERVED, flag_value, is_python, num_words
+from jaxpar.jobs.job import (
+    AXES,
+    GPUS,
+    INSTALLED,
+    SERVED,
+    flag_value,
+    is_python,
+    num_words,
+    without_wrappers,
+)
 
 QUEUE = "kueue.x-k8s.io/queue-name"
 FAKE_DEVICES = "JAX_NUM_CPU_DEVICES"
@@ -95,9 +104,14 @@ class Workload:
         return self.kind == "TrainJob"
 
     @property
+    def program(self) -> Sequence[str]:
+        """The command line without the programs around the one that trains or serves."""
+        return without_wrappers(self.words)
+
+    @property
     def recipe(self) -> Sequence[str] | None:
         """The flags of the recipe that the pods run; None: a program of one's own, to which `manifest` gives no mesh."""
-        words = tuple(self.words)
+        words = tuple(self.program)
         if len(words) > 2 and is_python(words[0]) and words[1] == "-u":
             has_mesh = any(word.startswith("--mesh.") for word in words)
             return words[3:] if words[2].endswith(".py") and has_mesh else None
@@ -107,8 +121,8 @@ class Workload:
     @property
     def served(self) -> str | None:
         """The folder that `jaxpar serve` is given; None: none, or the pods run something else."""
-        begins = num_words(self.words, SERVED)
-        return served_folder(self.words[begins:]) if begins else None
+        begins = num_words(self.program, SERVED)
+        return served_folder(self.program[begins:]) if begins else None
 
     def flag(self, name: str) -> str | None:
         """Returns the value that the command gives to a flag; None if it does not."""
