@@ -350,7 +350,7 @@ def test_a_part_of_a_volume_for_each_pod_is_told_with_what_to_write_in_its_place
 
 
 @pytest.mark.parametrize(
-    "around", ["tini --", "timeout -k 9 3h", "nohup", "nsys profile -o /tmp/a", "env A=1"]
+    "around", ["tini --", "timeout -k 9 3h", "nohup", "nsys profile -o report", "env A=1"]
 )
 def test_flags_are_read_behind_the_programs_around_a_recipe(around):
     (job,) = documents("jobset")
