@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -236,6 +237,14 @@ def test_signals_reach_every_process_and_their_codes_come_back(launch, number):
 )
 def test_bad_input_ends_with_code_2_and_a_message(args, message, capsys):
     assert main(["launch", *args]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_named_before_anything_starts(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["launch", "-n", "2", "--port", str(port), "true"]) == 2
+    message = f"process 0 must be able to listen at --port; got {port} (Address already in use)."
     assert message in capsys.readouterr().err
 
 

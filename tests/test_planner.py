@@ -1270,7 +1270,7 @@ def test_the_command_plans_for_the_model_of_a_module_as_the_page_has_it(
         ("--data 8 --tensor 8 --nodes 8 --batch-size 12", "Leave --tensor and --data out.", "--nodes 8 --batch-size 12"),
         ("--data 8 --num-microbatches 8 --batch-size 12", "Choose --batch-size 64, or another mesh.",
          "--data 8 --num-microbatches 8 --batch-size 64"),
-        ("--nodes 3 --gpus-per-node 7 --batch-size 4", "--tensor 7. Choose --batch-size 21.",
+        ("--nodes 3 --gpus-per-node 7 --batch-size 4", "--data 21, the rest of 21 devices with any setting, and 4 rows. Choose",
          "--nodes 3 --gpus-per-node 7 --batch-size 21"),
         ("--nodes 1009 --gpus-per-node 1 --batch-size 4", "Choose --batch-size 1009, or another mesh.",
          "--nodes 1009 --gpus-per-node 1 --batch-size 1009"),

@@ -340,7 +340,7 @@ def test_a_resume_tells_what_differs_from_the_saved_run_and_what_it_cannot_compa
     assert trained(flags, optax.adam(1e-2)) == []
     differs, rest = trained(more, optax.adam(5e-3))
     assert differs.startswith(
-        "the optimizer is not that of the saved run: its update has -0.005 where the saved one has -0.01. Give what"
+        "the optimizer is not that of the saved run: its update computes with -0.005 where that of the saved one has -0.01."
     )
     assert rest.startswith(
         "not compared with the saved run, since Run has no settings: the data, the model and the loss. Give"
@@ -371,7 +371,8 @@ def test_a_schedule_of_another_number_of_steps_is_told_as_such(tmp_path):
     more = flags.replace(resume=True, steps=3)
     [told] = trained(more, of_steps(more), settings={"rows": 4})
     assert told.endswith(
-        "its update has 3.0 where the saved one has 2.0. The run has steps=3 now, and had steps=2: a schedule of the learning "
+        "its update computes with 3.0 where that of the saved one has 2.0. The run has steps=3 now, and had steps=2: a "
+        "schedule of the learning "
         "rate that is made of the number of steps has another length from here on. To keep the saved one, make it of 2 steps."
     )
 
@@ -625,7 +626,10 @@ def test_an_optimizer_that_follows_a_changed_setting_is_told_with_the_setting():
         )
     traits[1].compare(traits[0].as_json(), {"steps": 4, "rows": 8})
     [line] = said
-    assert "6.0 where the saved one has 4, 4.0. The run has steps=6 now, and had steps=4: a" in line
+    assert (
+        "6.0 where that of the saved one has 4, 4.0. The run has steps=6 now, and had steps=4: a"
+        in line
+    )
     other = Traits({"steps": 4, "rows": 9}, said.append, steps=4)
     other.take_state(state, None, None, optax.sgd(0.2), None)
     other.compare(traits[0].as_json(), {"steps": 4, "rows": 8})

@@ -17,7 +17,7 @@ from jaxpar.commands.plan_flags import PlanFlags
 from jaxpar.commands.plan_model import PlannedModel, planned_model
 from jaxpar.compile_only import check_cudnn, compile_only_devices, start_on_cpu
 from jaxpar.fields import arg
-from jaxpar.inspect.text import bytes_text
+from jaxpar.inspect.text import bytes_text, params_text
 from jaxpar.mesh import AXES, make_mesh
 from jaxpar.planner import Assumptions, Choice, Cluster, ModelShape, Plan, cluster, render
 from jaxpar.planner import plan as search
@@ -132,7 +132,7 @@ def _print(flags: PlanFlags, plans: Sequence[Plan], model: PlannedModel, machine
         model.attention or "", ""
     )
     title = (
-        f"{flags.model}, {shape.num_params / 1e9:.4g} billion parameters{trained}, {_rows(plans, shape)} rows{tokens} a step"
+        f"{flags.model}, {params_text(shape.num_params)}{trained}, {_rows(plans, shape)} rows{tokens} a step"
         f"{attention}, on {flags.nodes} x {flags.gpus_per_node} {flags.gpu}"
     )
     lines = [title, model.products] if model.products else [title]

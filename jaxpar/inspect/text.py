@@ -48,6 +48,11 @@ def flops_text(flops: int | float) -> str:
     return f"{number:.3g} {units[0]}FLOP"
 
 
+def params_text(count: int) -> str:
+    """Returns a number of parameters: `0.1245 billion parameters`, and those of small models in full, `73,920 parameters`."""
+    return f"{count:,} parameters" if count < 10**7 else f"{count / 1e9:.4g} billion parameters"
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Returns rows as text with columns aligned; the first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

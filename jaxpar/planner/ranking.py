@@ -225,13 +225,13 @@ def why_nothing(estimator: Estimator, fixed: dict[str, Any]) -> str:
     """Returns why a search finds no choice, and a remedy."""
     needs = _smallest(estimator, fixed)
     if needs is None:
-        if not estimator.refused:
+        has_tensor = bool(fixed.get("tensor"))
+        needs_rows = _larger_batch(estimator, fixed, estimator.cluster.num_devices) is not None
+        if not estimator.refused or (needs_rows and not has_tensor):
             return _undivided(estimator, fixed)
         # The model cannot be split as fixed; the values must divide the devices too.
         why, _, remedy = next(iter(estimator.refused.values())).rpartition(". ")
-        rows = _larger_batch(estimator, fixed, estimator.cluster.num_devices)
-        remedy = f"Choose {arg(batch_size=rows)}." if rows else remedy
-        return f"{why}. {_remedy(estimator, fixed) if fixed.get('tensor') else remedy}"
+        return f"{why}. {_remedy(estimator, fixed) if has_tensor else remedy}"
     choice, num_bytes = needs
     limit = estimator.memory_limit
     gib = lambda size: f"{size / 2**30:,.{0 if size >= 10 * 2**30 else 1}f}".removesuffix(".0")

@@ -22,6 +22,7 @@ from jaxpar import fields
 from jaxpar.dtypes import num_bytes
 from jaxpar.inspect import StepReport
 from jaxpar.inspect.report import axes_text
+from jaxpar.inspect.text import params_text
 from jaxpar.mesh import entry_axes, shown_sizes, sizes_text
 from jaxpar.metrics.jumps import find_jumps
 from jaxpar.metrics.log import figures_of, read_metrics
@@ -209,7 +210,7 @@ def _facts_of_plan(best: Plan, model: ModelShape, machines: Cluster) -> dict[str
     num_rows = best.tokens // model.tokens_per_row
     per_device = lambda flops: flops / best.step_seconds / 1e12
     return {
-        "model": f"{model.num_params / 1e9:.4g} billion parameters, {num_rows} rows of {model.tokens_per_row} tokens a step",
+        "model": f"{params_text(model.num_params)}, {num_rows} rows of {model.tokens_per_row} tokens a step",
         "rate": f"{best.tokens / best.step_seconds:,.0f} tokens/s",
         "TFLOP/s of a device": f"{per_device(best.flops):.0f}, of which useful {per_device(best.useful_flops):.0f}",
         "devices": f"{machines.num_nodes} x {machines.devices_per_node} {machines.name}",

@@ -280,7 +280,7 @@ def _other_numbers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if not new and not old:
         return "its update has the same numbers in other places"
     listed = lambda numbers: printable(brief(", ".join(numbers))) or "none"
-    return f"its update has {listed(new)} where the saved one has {listed(old)}"
+    return f"its update computes with {listed(new)} where that of the saved one has {listed(old)}"
 
 
 def _apart(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:

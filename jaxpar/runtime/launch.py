@@ -93,6 +93,11 @@ class Launch:
             raise ValueError(
                 f"--port must be under 65536; got {self.port}. Choose such as 6379; 0 takes one that is free."
             )
+        if self.port and (why := _why_not_free(self.port)):
+            raise ValueError(
+                f"process 0 must be able to listen at --port; got {self.port} ({why}). Choose another, leave it out for one "
+                "that is free, or end the processes of an earlier run."
+            )
         if not self.command:
             raise ValueError(
                 "launch needs a program to start; got none. Name a script after the options: recipes/gpt.py"
@@ -139,6 +144,15 @@ def fake_devices(num_devices: int) -> dict[str, str]:
         "JAX_NUM_CPU_DEVICES": str(num_devices),
         "PJRT_NPROC": str(2 * num_devices),  # fewer threads deadlock: see use_fake_devices
     }
+
+
+def _why_not_free(port: int) -> str:
+    """Returns why nothing can listen on a port of the loopback address; nothing if it can."""
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        return os.strerror(error.errno or 0)
+    return ""
 
 
 def free_port() -> int:
