@@ -1000,6 +1000,28 @@ def test_what_a_refusal_of_the_model_proposes_divides_the_devices_too():
 
 
 @pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("loss", r"loss_sum and weight_sum must .*; got loss_sum "),
+        ("layer", r"layer must treat each row of a batch on its own.*; got one that mixes them"),
+    ],
+)
+def test_a_plan_of_what_no_step_takes_is_refused(part, message):
+    shape = mlp(64, 64, 2)
+    of_one = lambda outputs, batch: (jnp.sum((outputs - batch["y"]) ** 2), jnp.float32(1))
+    mixing = lambda params, x: (
+        jnp.tanh((x - x.mean(0, keepdims=True)) @ params["up"]) @ params["down"]
+    )
+    changed = {
+        "loss": {"loss": of_one},
+        "layer": {"model": dataclasses.replace(shape.model, layer=mixing)},
+    }
+    own = dataclasses.replace(shape, **changed[part], cache={})
+    with pytest.raises(ValueError, match=message):
+        jaxpar.plan(own, node(), batch_size=64)
+
+
+@pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: cluster("v100"), r"gpu must be one of a100-40gb, .*; got 'v100'\."),

@@ -22,6 +22,7 @@ from jaxpar.planner.plans import Gain, Plan, remat_text, why_best, why_not
 from jaxpar.planner.search import Estimator, best_plans, check_fixed, fitting_plans
 from jaxpar.schedule import NAMED, NUM_CHUNKS
 from jaxpar.step.optimizer_state import Optimizer
+from jaxpar.step.row_checks import check_rows
 
 DEFAULT_TOKENS = 2**22
 COUNT, LEAST = 3, 0.005  # gains to report, and the smallest
@@ -55,7 +56,7 @@ def plan(
 
     Raises:
         ValueError: A setting is unknown or out of range; or nothing fits: the message states the memory that is needed and
-            the nearest setting that fits.
+            the nearest setting that fits; or the loss depends on how the best plan splits the rows.
 
     Example:
         >>> from jaxpar.planner import cluster
@@ -94,6 +95,7 @@ def plan(
     if not plans:
         raise ValueError(why_nothing(estimator, fixed))
     best = plans[0]
+    _check_split(shape, best.choice, batch_size)
     whys = [why_best(best, plans[1:]), *(why_not(each, best) for each in plans[1:])]
     pairs = zip(plans[:top], whys, strict=False)
     return [replace(each, why=why, gains=gains_of(estimator, each.choice)) for each, why in pairs]
@@ -143,6 +145,12 @@ def price(
     priced = estimator.price(choice)
     assert priced is not None
     return priced
+
+
+def _check_split(shape: ModelShape, choice: Choice, batch_size: int) -> None:
+    """Raises ValueError for a model or a loss that depends on how a batch is split, which no step takes."""
+    num_parts = choice.num_replicas * choice.num_microbatches
+    check_rows(shape.model, shape.loss, shape.params, shape.batch(batch_size), num_parts)
 
 
 def _check_fp8(shape: ModelShape, cluster: Cluster) -> None:

@@ -69,6 +69,7 @@ _RULES: dict[str, Rule] = {
     "triangular_solve": indices.solved_triangle,
     "conv_general_dilated": indices.convolved,
     "dot_product_attention_fwd dot_product_attention_fwd_wrapper": indices.by_batch,
+    "planned_attention": indices.by_batch,
     "gather": indices.gathered,
     "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max": indices.scattered,
     "dynamic_slice": indices.sliced_at,
