@@ -34,8 +34,9 @@ SAVE, LOST, END = "save", "lost", "end: "  # requests between processes, beside 
 # Where the first loss of a run is not finite, no update has been made that a smaller learning rate could have made smaller.
 AT_FIRST = (
     "The loss of the first step was not finite, before any update, so the learning rate is not the cause: look at the labels "
-    "and ids, which must be from 0 to the vocabulary's size - 1, at the inputs, at masks and "
-    "weights, of which a batch must have one that is not 0, and at the initial params."
+    "and ids, which must be from 0 to the vocabulary's size - 1, at the inputs, at masks and weights, of which a batch must "
+    "have one that is not 0, and at the initial params. Where replicas own experts, Experts(buffer) or --expert-buffer may be "
+    "too small: a replica that gets more rows makes the loss NaN."
 )
 
 

@@ -80,6 +80,7 @@ def test_a_first_loss_that_is_not_finite_is_not_blamed_on_the_learning_rate(firs
     assert (
         "look at the labels and ids, which must be from 0 to the vocabulary's size - 1" in said[-1]
     ) != blamed
+    assert ("--expert-buffer may be too small" in said[-1]) != blamed
     assert ("masks and weights, of which a batch must have one that is not 0" in said[-1]) != blamed
 
 

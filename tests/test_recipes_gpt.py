@@ -241,6 +241,10 @@ def check_exported(out_dir):
 
 @pytest.mark.full
 def test_what_cannot_be_exported_is_refused(trained, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(trained / "model", other)
+    described = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(described | {"rms_norm_eps": 0.5}))
     cases = [
         (
             [str(tmp_path / "no"), str(tmp_path / "out")],
@@ -260,7 +264,11 @@ def test_what_cannot_be_exported_is_refused(trained, tmp_path, capsys):
         ),
         (
             [str(trained), str(tmp_path / "out"), "--source", str(LLAMA)],
-            "params must be those of the model; got",
+            r"must be that of its source; got .* that differ from .*\. Leave --source out: .* describes the model of the run",
+        ),
+        (
+            [str(trained), str(tmp_path / "out"), "--source", str(other)],
+            r"got 'rms_norm_eps' that differ from .*other.config.json: .* for 0\.5",
         ),
         (
             [str(trained), str(trained / "model")],

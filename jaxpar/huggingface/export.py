@@ -277,16 +277,30 @@ def make_about(
     if source is None:
         return config_json(config, "float32" if dtype is None else dtype.name)
     given = read_json(file_inside(source, CONFIG))
+    check_is_of(
+        config,
+        source,
+        "Give the folder that it was read from, or leave source out and copy the tokenizer's files.",
+    )
+    name = next((key for key in DTYPE_KEYS if key in given), "torch_dtype")
+    return given if dtype is None else given | {name: dtype.name}
+
+
+def check_is_of(config: TransformerConfig, source: Path | str, remedy: str) -> None:
+    """Raises ValueError unless a model is the one that a folder describes.
+
+    Args:
+        config: The model.
+        source: The folder.
+        remedy: What to do otherwise.
+    """
     theirs = read_config(source, ignore=unmodelled_keys(source))
     one, other = (config_json(_without_training(each), "") for each in (config, theirs))
     if wrong := sorted(key for key in {**one, **other} if one.get(key) != other.get(key)):
         raise ValueError(
             f"a model must be that of its source; got {shorten(wrong)} that differ from {Path(source) / CONFIG}: "
-            f"{', '.join(f'{one.get(key)!r} for {other.get(key)!r}' for key in wrong[:3])}. Give the folder that it was read "
-            "from, or leave source out and copy the tokenizer's files."
+            f"{', '.join(f'{one.get(key)!r} for {other.get(key)!r}' for key in wrong[:3])}. {remedy}"
         )
-    name = next((key for key in DTYPE_KEYS if key in given), "torch_dtype")
-    return given if dtype is None else given | {name: dtype.name}
 
 
 def _without_training(config: TransformerConfig) -> TransformerConfig:
@@ -405,7 +419,8 @@ def open_run(
         raise FileNotFoundError(
             f"a run must be a folder; got {run}, which is none. Name the --out-dir of recipes/gpt.py."
         )
-    source = run / "model" if source is None else source
+    described = run / "model"
+    source = described if source is None else source
     if not (source / CONFIG).is_file():
         raise ValueError(
             f"a run must have a description of its model; got no {CONFIG} in {source}. Name the --out-dir of recipes/gpt.py, "
@@ -423,6 +438,10 @@ def open_run(
     )
     rows = stored["outer/tokens"].shape[0] if "outer/tokens" in stored else 1
     config = read_config(source, ignore=unmodelled_keys(source))
+    if (described / CONFIG).is_file() and described.resolve() != source.resolve():
+        own = read_config(described, ignore=unmodelled_keys(described))
+        own = own if own.experts is None else own.with_experts(router_bias=False)
+        check_is_of(own, source, f"Leave --source out: {described} describes the model of the run.")
     config = replace(config, vocab_multiple=rows) if rows >= config.vocab_size else config
     settings, table = manifest.config or {}, param_table(config)
     params = as_tree(merge_factors(decoded(stored, config, settings), settings), table)

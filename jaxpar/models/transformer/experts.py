@@ -53,6 +53,7 @@ from jaxpar.models.transformer.dispatch import (
 )
 from jaxpar.models.transformer.mlp import activated, mlp
 from jaxpar.models.transformer.router import Routing
+from jaxpar.row_dependence import row_wise
 
 Hidden = Float[Array, "batch seq embed"]
 OnShards = Float[Array, "shards tokens embed"]
@@ -67,6 +68,8 @@ def experts(
     drops: bool = True,
 ) -> tuple[Float[Array, "batch seq embed"], Int[Array, " batch"]]:
     """Returns the sum of the experts' outputs for each token, and the number of pairs that each row drops.
+
+    If none are dropped, it is ``row_wise``: tokens of all rows are sorted by expert, and put back.
 
     Args:
         config: The model, which has experts.
@@ -86,12 +89,24 @@ def experts(
     is reduced, in slices.
     """
     settings = config.experts
-    weights, shared = params["experts"], params.get("shared")
     assert settings is not None, "the params of experts are of a model with experts"
-    _check_not_adapted(weights)
+    _check_not_adapted(params["experts"])
+    capacity = capacity_of(settings, x.shape[1]) if drops else None
+    of_tokens = partial(_of_tokens, config, settings, capacity)
+    return (row_wise(of_tokens) if capacity is None else of_tokens)(params, x, routing)
+
+
+def _of_tokens(
+    config: TransformerConfig,
+    settings: Experts,
+    capacity: int | None,
+    params: PyTree,
+    x: Hidden,
+    routing: Routing,
+) -> tuple[Hidden, Int[Array, " batch"]]:
+    weights, shared = params["experts"], params.get("shared")
     num_held = len(weights["w_expert_down"])
     shards = Shards.of_experts(settings, config.expert_hidden_dim, num_held)
-    capacity = capacity_of(settings, x.shape[1]) if drops else None
     layer = _Experts(config, settings, weights, shards, capacity, x.dtype)
     if shards.owners > 1:
         y = _over_owners(layer, x, routing)

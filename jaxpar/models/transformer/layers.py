@@ -269,7 +269,7 @@ def block(
         copies = 1 if cache is None else len(x) // cache.batch
         x = x[::copies]
         routing = route(config.experts, params["router"], x, real)
-        # Tokens of all rows are sorted by expert, and put back.
+        # Rows are dim 0, and what one drops does not depend on others.
         of_tokens = row_wise(partial(experts, config, drops=cache is None))
         y, dropped = of_tokens(params, x, routing)
         if sums is not None:
