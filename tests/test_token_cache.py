@@ -150,6 +150,18 @@ def test_data_that_are_no_text_are_refused(tmp_path):
         tokenise([file], ByteTokenizer(), tmp_path / "cache")
 
 
+def test_examples_without_tokens_are_refused_with_their_template(tmp_path):
+    template = "{% if false %}{{ messages }}{% endif %}"
+    tokenizer = read_tokenizer(write_tokenizer(tmp_path / "model", template=template))
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    file = write_lines(tmp_path / "d.jsonl", {"messages": turns})
+    message = (
+        r"data files must have tokens; got 1 examples and none in .*or correct the chat template"
+    )
+    with pytest.raises(ValueError, match=message):
+        tokenise([file], tokenizer, tmp_path / "cache")
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 def test_a_file_that_is_empty_is_refused_by_its_name(tmp_path, name):
     (tmp_path / name).touch()

@@ -272,10 +272,20 @@ def test_a_template_may_refuse_messages_and_knows_no_date(tmp_path):
         today.render(CHAT)
 
 
+def test_an_empty_template_is_none(tmp_path):
+    own = read_tokenizer(write_tokenizer(tmp_path / "model", template=" \n"))
+    assert not own.has_chat_template
+
+
 def test_messages_with_the_marks_of_answers_are_refused(tmp_path):
     own = read_tokenizer(write_tokenizer(tmp_path / "model", template=MARKED))
     with pytest.raises(ValueError, match=r"no noncharacters of Unicode; got U\+FDD0 or U\+FDD1"):
         own.render([*CHAT, {"role": "assistant", "content": f"a{tokenizer.END}b"}])
+
+
+def with_dropout(folder):
+    found = json.loads((folder / "tokenizer.json").read_text())
+    return json.dumps(found | {"model": found["model"] | {"dropout": 0.5}})
 
 
 @pytest.mark.parametrize(
@@ -285,6 +295,7 @@ def test_messages_with_the_marks_of_answers_are_refused(tmp_path):
         (lambda f: (f / "tokenizer.json").write_text("{}"), r"must be a tokenizer of the tokenizers library; got .*again"),
         (lambda f: (f / "tokenizer_config.json").write_text("[]"), "JSON of a model must be an object; got a list"),
         (lambda f: (f / "tokenizer_config.json").write_text('{"eos_token": "<s>"}'), r"must be a token of .*; got '<s>' in"),
+        (lambda f: (f / "tokenizer.json").write_text(with_dropout(f)), "must give the same tokens .*; got a dropout of 0.5 in"),
         (lambda f: (f / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"9": {"content": "<new>"}}}'),
             r"added_tokens_decoder .* must be an added token of tokenizer.json .*; got '<new>' in .*save_pretrained"),
         (lambda f: (f / "chat_template.jinja").write_text("{% for %}"), "must be a Jinja template; got"),

@@ -262,13 +262,19 @@ def _write(part: Path, examples: Examples, tokenizer: Tokenizer, digest: str) ->
         documents, all_learned = _write_tokens(examples, tokenizer, dtype, tokens, learned)
     if all_learned:
         (part / LEARNED).unlink()
+    names = ", ".join(printable(str(file)) for file in examples.files[:3])
     if len(documents) == 0:
-        names = ", ".join(printable(str(file)) for file in examples.files[:3])
         raise ValueError(
             f"{arg('data files')} must have an example to learn from; got none in {names}. Name other files."
         )
+    if not documents[-1, END]:
+        template = ", or correct the chat template" if examples.is_chat else ""
+        raise ValueError(
+            f"{arg('data files')} must have tokens; got {len(documents)} examples and none in {names}. Name other files"
+            f"{template}."
+        )
     np.save(part / DOCUMENTS, documents)
-    names = [name for name in (TOKENS, LEARNED, DOCUMENTS) if (part / name).exists()]
+    written = [name for name in (TOKENS, LEARNED, DOCUMENTS) if (part / name).exists()]
     manifest = {
         "format": FORMAT,
         "digest": digest,
@@ -278,7 +284,7 @@ def _write(part: Path, examples: Examples, tokenizer: Tokenizer, digest: str) ->
         "odd": {what: [count, *place] for what, (count, place) in examples.odd.items()},
         "files": {
             name: {"bytes": (part / name).stat().st_size, "crc32": _crc32(part / name)}
-            for name in names
+            for name in written
         },
     }
     (part / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")

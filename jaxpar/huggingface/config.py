@@ -5,6 +5,7 @@ The keys of each family are in `families.json`.
 **Reference**: the configuration classes of transformers 5.23. Keys of transformers 4 are read too.
 """
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -83,6 +84,7 @@ def read_config(
         )
     family = FAMILIES[kind]
     read = Reader(given, family.defaults, path)
+    _check_not_quantized(read)
     _check_ignore(kind, ignore)
     _check_only(kind, read)
     _check_layer_types(read)
@@ -102,7 +104,22 @@ def read_config(
         found |= _read_relative(family, read, found, ignore)
     if family.experts:
         found |= _read_experts(family, read, found)
-    return replace(TransformerConfig(**found), **changes)
+    try:
+        config = TransformerConfig(**found)
+    except ValueError as error:
+        raise ValueError(_in_their_words(str(error), family, path)) from error
+    return replace(config, **changes)
+
+
+def _in_their_words(message: str, family: Family, path: Path) -> str:
+    """Returns the message about sizes that do not fit one another with the keys of a file, and its path.
+
+    "num_heads must divide embed_dim; got num_heads=4, embed_dim=65. ..." names num_attention_heads and hidden_size.
+    """
+    keys = {field: keys[0] for field, keys in family.sizes.items()}
+    named = re.sub(r"\b\w+\b", lambda word: keys.get(word[0], word[0]), message)
+    got, stop, remedy = named.partition(". ")
+    return f"{got} in {path}{stop}{remedy}"
 
 
 def read_config_for(
@@ -137,6 +154,17 @@ def _read_keys(path: Path) -> tuple[str, dict[str, Any]]:
     return kind, dropouts | {
         key: value for key, value in given.items() if value is not None or key not in dropouts
     }
+
+
+def _check_not_quantized(read: Reader) -> None:
+    """Raises for weights that are integers of another program already."""
+    if found := read.given.get("quantization_config"):
+        method = found.get("quant_method") if isinstance(found, dict) else None
+        raise ValueError(
+            f"the weights of a model's folder must not be quantised; got a quantization_config, {brief(method or found)}, in "
+            f"{read.path}. Name the folder that it was made from, and quantise it here: recipes/gpt.py --quantize nf4 beside "
+            "--lora-rank."
+        )
 
 
 def _check_ignore(kind: str, ignore: Sequence[str]) -> None:

@@ -282,6 +282,10 @@ def _open(path: Path) -> Any:
     rule = f"{TOKENIZER} must be a tokenizer of the tokenizers library"
     with refusing(Exception, rule, path, "Download it again."):  # the library raises no other kind
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    if dropout := getattr(tokenizer.model, "dropout", None):
+        raise ValueError(
+            f"a tokenizer must give the same tokens for the same text; got a dropout of {dropout:g} in {path}. Set it to null."
+        )
     tokenizer.no_truncation()  # settings for inference, which would cut examples silently
     tokenizer.no_padding()
     return tokenizer
@@ -315,12 +319,13 @@ def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     if (folder / TEMPLATE).exists():
         path = file_inside(folder, TEMPLATE)
         check_size(path, MAX_TEMPLATE_BYTES, TEMPLATE)
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        return text if text.strip() else None
     found = settings.get("chat_template")
     if isinstance(found, list):  # several by name
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
         found = named.get("default")
-    return found if isinstance(found, str) else None
+    return found if isinstance(found, str) and found.strip() else None
 
 
 def _environment() -> Any:

@@ -77,10 +77,9 @@ def logprobs(
         echo: The prompt, where the text begins with it.
     """
     text = cache(lambda token: tokenizer.decode(np.array([token], np.int64), special=True))
-    offsets = [
-        *(echo.offsets if echo else ()),
-        *_offsets_of_answer(tokenizer, row, num_prompt, echo),
-    ]
+    stream, at = TextStream(tokenizer, row[:num_prompt]), len(echo.text) if echo else 0
+    answer = _offsets(stream, [(token, text(token)) for token in row[num_prompt:]], at)
+    offsets = [*(echo.offsets if echo else ()), *answer]
     found: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],
@@ -99,12 +98,14 @@ def logprobs(
     return found
 
 
-def _offsets_of_answer(
-    tokenizer: Tokenizer, row: Sequence[int], num_prompt: int, echo: Echo | None
-) -> list[int]:
-    stream, at = TextStream(tokenizer, row[:num_prompt]), len(echo.text) if echo else 0
+def _offsets(stream: TextStream, tokens: Sequence[tuple[int, str]], at: int) -> list[int]:
+    """Returns where the text of each token begins, of a text that goes on at ``at``.
+
+    A token may show what was held back of those before it, which were no whole character.
+    """
     offsets = []
-    for token in row[num_prompt:]:
-        offsets.append(at)
-        at += len(stream.add(token))
+    for token, own in tokens:
+        shown = stream.add(token)
+        at += len(shown)
+        offsets.append(at - len(own if shown.endswith(own) else shown))
     return offsets
