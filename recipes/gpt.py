@@ -169,11 +169,17 @@ def main(config: Config) -> None:
         )
         first = init, jax.random.key(common.seed), optimizer, parallel
         run.restore(*first)
+        if run.saved:
+            model_files.check_description(run.out_dir / "model", shape)
         begins_with = own.init_from if config.makes_state else None
         weights = begins_with and model_files.read_weights(begins_with, shape, layout, run.target)
     optimizers.say_new_rate(config, run.saved, run.first_step)
-    if remark := remark_on_rows_held_out(config, run.saved):
-        say(remark)
+    for remark in (
+        model_files.remark_on_origin(config, run.saved),
+        remark_on_rows_held_out(config, run.saved),
+    ):
+        if remark:
+            say(remark)
     say(text.describe())
     say(language_model.describe(own, config.lora, shape, mesh, num_factors, schedule=own.schedule))
     if remark := remark_on_positions(config, shape):

@@ -804,6 +804,10 @@ def test_weight_decay_spares_biases_norms_and_positions():
             ["--data", str(LLAMA.parent), "--save-hf", str(LLAMA.parent / "tuned")],
             "--save-hf must be outside of the folder of --data, all of whose files are learned; got .*tuned in ",
         ),
+        (
+            ["--init-from", str(LLAMA), "--window", "4"],
+            "--init-from determines the model; got --window 4, and a model of --init-from .* that has none. Leave --window",
+        ),
         (["--window", "0"], "--window must be at least 1; got 0. Choose 1 or more"),
         (
             ["--batch-size", "0"],

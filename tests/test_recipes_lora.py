@@ -158,6 +158,20 @@ def test_a_run_whose_model_is_gone_goes_on_with_the_description_that_it_keeps(tm
     check(saved={"seed": 0}, init_from=gone)
 
 
+def test_a_run_that_goes_on_beside_another_folder_says_whose_weights_it_has(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    flags = gpt.Config.of(out_dir=tmp_path / "run", resume=True, init_from=tmp_path)
+    saved = {"init_from": f"crc32 {model_files.checksum_of_model(tmp_path)}"}
+    assert not model_files.remark_on_origin(flags, {"init_from": "crc32 0"}), "a description"
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    assert model_files.remark_on_origin(flags, saved).startswith(
+        f"{tmp_path} is not the folder that the run began with"
+    )
+    saved = {"init_from": f"crc32 {model_files.checksum_of_model(tmp_path)}"}
+    assert not model_files.remark_on_origin(flags, saved)
+    assert not model_files.remark_on_origin(flags, {})
+
+
 @pytest.mark.parametrize(
     ("given", "got"),
     [

@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxpar.fields import arg
-from jaxpar.huggingface.config import config_json, read_config, unmodelled_keys
+from jaxpar.huggingface.config import config_json, family_of, read_config, unmodelled_keys
 from jaxpar.huggingface.families import ROUTER_BIAS
 from jaxpar.huggingface.finite import cast, check_finite, is_finite, what_is_wrong
 from jaxpar.huggingface.folder import (
@@ -277,6 +277,7 @@ def make_about(
     if source is None:
         return config_json(config, "float32" if dtype is None else dtype.name)
     given = read_json(file_inside(source, CONFIG))
+    family_of(config)  # raises for what no folder has
     check_is_of(
         config,
         source,
@@ -306,7 +307,9 @@ def check_is_of(config: TransformerConfig, source: Path | str, remedy: str) -> N
 def _without_training(config: TransformerConfig) -> TransformerConfig:
     """Returns a model without what is no part of it, but of its tokens and of the loss in training."""
     config = replace(config, ignored={}, tokens=None)
-    return config if config.experts is None else config.with_experts(balance_coefficient=0.0)
+    if config.experts is None:
+        return config
+    return config.with_experts(balance_coefficient=0.0, router_bias=False)
 
 
 def dtype_of(folder: Path | str) -> np.dtype | None:
@@ -440,7 +443,6 @@ def open_run(
     config = read_config(source, ignore=unmodelled_keys(source))
     if (described / CONFIG).is_file() and described.resolve() != source.resolve():
         own = read_config(described, ignore=unmodelled_keys(described))
-        own = own if own.experts is None else own.with_experts(router_bias=False)
         check_is_of(own, source, f"Leave --source out: {described} describes the model of the run.")
     config = replace(config, vocab_multiple=rows) if rows >= config.vocab_size else config
     settings, table = manifest.config or {}, param_table(config)

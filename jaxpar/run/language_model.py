@@ -46,7 +46,8 @@ class ModelFlags:
         init_from: A folder with a model as saved by transformers, to train further instead of --model: GPT-2, Llama, Mistral,
             Qwen2, Qwen3, SmolLM2, OLMo 2, Granite, BLOOM, Mixtral, Qwen3-MoE or OLMoE; text in --data goes through its
             tokenizer.json.
-        window: Each position attends to this many, itself included. None: as many as in the model named above.
+        window: Each position attends to this many, itself included. None: as many as in the model named above; with --init-from
+            no others.
         ignore_config_keys: Keys of the config.json in --init-from to ignore, such as attn_pdrop: jaxpar trains without dropout.
         dtype: Dtype of products and activations. Parameters, their updates, norms and the loss are float32.
         products: What layers multiply by their weights in. compute: --dtype. fp8: FP8 with a scale for each tensor, for weights
@@ -157,14 +158,20 @@ def config_of_flags(flags: ModelFlags, seq: int) -> tuple[TransformerConfig, str
         "compute_dtype": flags.dtype,
         "products": flags.products,
     }
-    changes |= {} if flags.window is None else {"window": flags.window}
     if flags.init_from is None:
+        changes |= {} if flags.window is None else {"window": flags.window}
         config, named = transformer.preset(flags.model, **changes), f"--model {flags.model}"
         if config.positions == "learned":
             config = replace(config, max_positions=seq)
     else:
         config = read_config_for(flags.init_from, flags.ignore_config_keys, **changes)
         named = f"--init-from {flags.init_from}"
+        if flags.window not in (None, config.window):
+            raise ValueError(
+                f"--init-from determines the model; got --window {flags.window}, and a model of {named} that has "
+                f"{config.window or 'none'}. Leave --window out, or write sliding_window into a config.json of model_type "
+                "mistral."
+            )
     if config.experts is not None:
         has_bias = flags.router_bias_rate is not None
         config = config.with_experts(

@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 
 import jaxpar
 from jaxpar.data.checksums import checksum_of_files
+from jaxpar.huggingface.export import check_is_of
 from jaxpar.huggingface.finite import OutOfRangeError
 from jaxpar.huggingface.from_codes import has_codes, layer_by_layer
 from jaxpar.layered_model import open_packed
@@ -51,6 +52,41 @@ def check_origin(flags: Any, saved: Mapping[str, Any]) -> None:
     raise FileNotFoundError(
         f"a run that began with --init-from goes on with the same folder, or with the description of its model; got {got}. "
         f"Give the folder, or, if it is gone, --init-from {shlex.quote(str(own))}{allowed}: the checkpoint has the weights."
+    )
+
+
+def check_description(folder: Path, config: TransformerConfig) -> None:
+    """Raises where a run goes on as another model than it describes, which is that of its earlier checkpoints too.
+
+    Args:
+        folder: The folder of the description.
+        config: The model.
+    """
+    if (folder / "config.json").is_file():
+        check_is_of(
+            config,
+            folder,
+            "Give the model that the run began with. To train it as another, write it by `python -m jaxpar export RUN DIR`, "
+            "edit DIR/config.json, and begin a run with --init-from DIR.",
+        )
+
+
+def remark_on_origin(flags: Any, saved: Mapping[str, Any]) -> str:
+    """Returns what to say where a run goes on beside another folder than it began with; else "".
+
+    Args:
+        flags: As for ``check_origin``, which takes them.
+        saved: Likewise.
+    """
+    folder, began = flags.recipe.init_from, saved.get("init_from")
+    if folder is None or began in (None, f"crc32 {checksum_of_model(folder)}"):
+        return ""
+    if not any(folder.glob("*.safetensors")):  # the description of the run
+        return ""
+    return (
+        f"{folder} is not the folder that the run began with, or was changed since: the weights are those of the checkpoint, "
+        "and only config.json and the tokenizer are read. Adapters name it as their base, so its weights must be those of the "
+        "run"
     )
 
 
