@@ -39,7 +39,7 @@ from jaxpar.step.optimizer_state import (
     value_fn_of,
 )
 from jaxpar.step.settings import Parallel, Pipeline, accepts_settings
-from jaxpar.step.state_checks import check_on_one_mesh, check_zero
+from jaxpar.step.state_checks import check_as_gradients, check_on_one_mesh, check_zero
 from jaxpar.step.traced_loss import once_for_shapes
 from jaxpar.trainable import Trainable, only_trained, trained_part, update_trained, where_grads
 from jaxpar.zero import shardings_at_rest
@@ -252,6 +252,7 @@ def make_train_step(
 
     def check(state: TrainState) -> None:
         check_on_one_mesh(state)
+        check_as_gradients(parallel, state.params)
         check_zero(parallel, optimizer, state.params, state.opt_state)
 
     return TrainStep(step, max_grad_norm, parallel=parallel, check=check)

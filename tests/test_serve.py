@@ -36,6 +36,7 @@ from jaxpar.serve.app import App
 from jaxpar.serve.language_model import GenerationRequest, LanguageModel, TextStream
 from jaxpar.serve.requests import RequestError, Settings, Worker, parse
 from tests.support import doc_pages, serving
+from tests.support.model_folders import copy_with
 from tests.support.texts import write_tokenizer
 from tests.support.waiting import WAIT_SECONDS, wait_until
 
@@ -1199,6 +1200,20 @@ def test_a_server_opens_the_next_step_where_a_run_deletes_the_one_that_it_reads(
     )
     assert opened == [None, None]
     assert capfd.readouterr().err == "it was deleted. The newest step is read now.\n"
+
+
+def test_what_is_not_modelled_is_refused_unless_it_is_ignored_and_dropout_is(tmp_path):
+    folder = copy_with("llama", tmp_path, partial_rotary_factor=0.5, attention_dropout=0.1)
+    opened = lambda *keys: open_run.open_model(
+        folder, open_run.ModelSettings(ignore_config_keys=keys)
+    )
+    message = (
+        r"got partial_rotary_factor=0\.5 in .*--ignore-config-keys (\S+ )?partial_rotary_factor:"
+    )
+    with pytest.raises(ValueError, match=message):
+        opened()
+    with pytest.raises(FileNotFoundError, match="is served with its tokenizer"):
+        opened("partial_rotary_factor")
 
 
 def test_the_model_of_a_run_without_checkpoints_is_not_exported(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """ZeRO 1 to 3, with and without a pipeline: the numbers of one device, the memory and the traffic that ZeRO promises."""
 
+import contextlib
 import math
 import re
 
@@ -301,7 +302,7 @@ def test_what_is_whole_is_a_params_part_on_a_device():
 
 @pytest.mark.parametrize(
     ("zero", "of_state", "whole"),
-    [(3, 0, "w"), (3, 1, "w"), (2, 0, "0/mu/w"), (1, 1, None), (3, 3, None), (0, 3, None)],
+    [(3, 0, "w"), (3, 1, "w"), (2, 0, "0/mu/w"), (1, 1, None), (3, 3, None)],
 )
 def test_a_state_that_is_whole_where_its_step_shards_is_refused(zero, of_state, whole):
     mesh, optimizer = jaxpar.make_mesh(data=4, tensor=2), optax.adam(1e-2)
@@ -324,4 +325,39 @@ def test_a_state_that_is_whole_where_its_step_shards_is_refused(zero, of_state, 
     with pytest.raises(ValueError, match=message):
         step(state, batch)
     with pytest.raises(ValueError, match=message):
+        step.lower(state, batch)
+
+
+@pytest.mark.parametrize(
+    ("of_state", "of_gradients", "message"),
+    [
+        ({"zero": 3}, {"zero": 2}, "got w over data in the state, and zero=2 and shardings for"),
+        ({"zero": 3}, None, "got w over data in the state, and no shardings for value_and_grad"),
+        ({"rule": "data"}, None, "got w over data in the state, and no shardings"),
+        ({}, {"rule": "tensor"}, "got w over tensor in the shardings of value_and_grad, and whole"),
+        ({"rule": "tensor"}, None, None),
+        ({"zero": 2}, {}, None),
+    ],
+)
+def test_a_state_and_gradients_that_are_split_over_other_axes_are_refused(
+    of_state, of_gradients, message
+):
+    mesh, optimizer = jaxpar.make_mesh(data=4, tensor=2), optax.adam(1e-2)
+    params = {"w": jnp.ones((8, 4))}
+
+    def parallel(rule=None, zero=0):
+        rules = {"w": jax.P(None, rule) if rule else jaxpar.replicated()}
+        return jaxpar.Parallel(mesh, jaxpar.shardings_from_paths(params, mesh, rules), zero=zero)
+
+    value_and_grad = jaxpar.value_and_grad(
+        lambda params, batch: batch["x"] @ params["w"],
+        lambda outputs, batch: (jnp.sum(outputs**2), jnp.float32(len(outputs))),
+        mesh if of_gradients is None else parallel(**of_gradients),
+    )
+    step = jaxpar.make_train_step(value_and_grad, optimizer)
+    first = lambda key: jax.tree.map(jnp.copy, params)
+    state = jaxpar.init_state(first, jax.random.key(0), optimizer, parallel(**of_state))
+    batch = jaxpar.shard_batch({"x": np.ones((8, 8), np.float32)}, mesh)
+    refused = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
+    with refused:
         step.lower(state, batch)

@@ -145,6 +145,12 @@ def unmodelled_keys(folder: Path | str) -> tuple[str, ...]:
     return tuple(_unmodelled(kind, given)) if kind in FAMILIES else ()
 
 
+def dropout_keys(folder: Path | str) -> tuple[str, ...]:
+    """Returns those of ``unmodelled_keys`` that change training alone."""
+    kind, _ = _read_keys(file_inside(folder, CONFIG))
+    return tuple(key for key in unmodelled_keys(folder) if key in FAMILIES[kind].dropouts)
+
+
 def _read_keys(path: Path) -> tuple[str, dict[str, Any]]:
     """Returns the type of a model, "" if it is none, and the keys of its config.json, with dropout that it has by default."""
     given = read_json(path)
@@ -214,7 +220,7 @@ def _check_unmodelled(kind: str, read: Reader, ignore: Sequence[str]) -> None:
     more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
     names = [*ignore, *refused]
     remedy = (
-        f"give ignore={tuple(names)!r}, or recipes/gpt.py --ignore-config-keys {shlex.join(names)}"
+        f"give ignore={tuple(names)!r}, or --ignore-config-keys {shlex.join(names)}"
         if len(names) <= MAX_NAMED and all(len(name) <= 80 and name.isprintable() for name in names)
         else "name them in ignore"
     )

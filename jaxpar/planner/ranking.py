@@ -25,6 +25,7 @@ from jaxpar.step.optimizer_state import Optimizer
 from jaxpar.step.row_checks import check_rows
 
 DEFAULT_TOKENS = 2**22
+TOP = 10  # plans that are returned by default
 COUNT, LEAST = 3, 0.005  # gains to report, and the smallest
 
 
@@ -37,7 +38,7 @@ def plan(
     executor: str = "spmd",
     assumed: Assumptions = Assumptions(),  # noqa: B008, it is frozen
     memory_headroom: float = 0.1,
-    top: int = 10,
+    top: int = TOP,
     **fixed: Any,
 ) -> list[Plan]:
     """Returns ways to train a model on a cluster, the fastest first: for each mesh the best settings.
@@ -91,7 +92,9 @@ def plan(
         memory_headroom=memory_headroom,
     )
     check_fixed(fixed, executor, batch_size, top, shape)
-    plans = best_plans(estimator, fixed, max(2, top))  # the best is compared with the next
+    plans = best_plans(
+        estimator, fixed, max(TOP, top)
+    )  # as many for any number: the best is the same
     if not plans:
         raise ValueError(why_nothing(estimator, fixed))
     best = plans[0]

@@ -202,6 +202,7 @@ def model_config(
         )
     if flags.init_from is None and isinstance(text.tokenizer, FolderTokenizer):
         _check_tokenizer(text.tokenizer, config, named)
+    config.check_tensor(mesh.shape["tensor"])
     config = config.for_tensor(mesh.shape["tensor"])
     if mesh.devices.flat[0].platform == "gpu" and flags.dtype == "bfloat16":
         if gpu is not None and gpu.compile_for:

@@ -23,7 +23,7 @@ from pydantic import Field, create_model
 from jaxpar import fields, huggingface
 from jaxpar.data.text import ByteTokenizer, Tokenizer
 from jaxpar.dtypes import is_float
-from jaxpar.huggingface.config import unmodelled_keys
+from jaxpar.huggingface.config import dropout_keys, read_config_for
 from jaxpar.huggingface.export import RunModel, open_run
 from jaxpar.huggingface.finite import cast, check_finite, is_finite, what_is_wrong
 from jaxpar.huggingface.folder import (
@@ -60,6 +60,7 @@ class ModelSettings:
     Attributes:
         model_name: Name that requests give. Without it: that of the folder.
         tokenizer: A folder with the tokenizer.json of a language model. None: that of the run or the folder.
+        ignore_config_keys: Keys of a model's config.json to ignore, which jaxpar does not model; dropout always is.
         step: The checkpoint of a run to serve. None: the newest intact one.
         dtype: Dtype of the params and products of a language model.
         max_context_tokens: Tokens of a prompt and its completion together, if the model has no smaller limit.
@@ -68,6 +69,7 @@ class ModelSettings:
 
     model_name: str = ""
     tokenizer: Path | None = None
+    ignore_config_keys: tuple[str, ...] = ()
     step: int | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_context_tokens: Annotated[int, Field(ge=2)] = 2048
@@ -147,7 +149,8 @@ def _gpt_run(folder: Path, name: str, settings: ModelSettings) -> Served:
 
 
 def _pretrained(folder: Path, name: str, settings: ModelSettings) -> Served:
-    config = huggingface.read_config(folder, ignore=unmodelled_keys(folder))
+    ignored = (*dropout_keys(folder), *settings.ignore_config_keys)
+    config = read_config_for(folder, ignored)
     read = RunModel(
         config, huggingface.read_params(folder, config, dtype=settings.dtype), folder, 0
     )

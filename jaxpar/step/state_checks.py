@@ -34,6 +34,51 @@ def check_on_one_mesh(state: PyTree) -> None:
         )
 
 
+SAME = "Give init_state, or the restore of a Run, and value_and_grad the same jaxpar.Parallel, with the mesh and the shardings."
+
+
+def check_as_gradients(parallel: Parallel, params: PyTree) -> None:
+    """Raises ValueError for params that are split over an axis where the gradients of their step are not, or the reverse.
+
+    A step would gather them, or keep them whole, in the memory of each device.
+
+    Args:
+        parallel: That of ``value_and_grad``.
+        params: The params of the state: arrays or ShapeDtypeStructs.
+    """
+    wanted = dict(_split_by_path(parallel.shardings, parallel))
+    for path, axes in _split_by_path(params, parallel):
+        known = wanted.get(path, set()) if parallel.shardings is not None else axes - {*OF_ZERO}
+        gathered = axes & {*OF_ZERO} - known if parallel.zero < 3 else set()
+        if gathered:
+            given = (
+                "no shardings"
+                if parallel.shardings is None
+                else f"{arg(zero=parallel.zero)} and shardings"
+            )
+            raise ValueError(
+                f"a state must be sharded as the gradients of its step are; got {path} over {', '.join(sorted(gathered))} in "
+                f"the state, and {given} for value_and_grad, by which each replica has it whole in a step. {SAME}"
+            )
+        if whole := known - axes - {*OF_ZERO}:
+            raise ValueError(
+                f"a state must be sharded as the gradients of its step are; got {path} over {', '.join(sorted(whole))} in the "
+                f"shardings of value_and_grad, and whole over it in the state. {SAME}"
+            )
+
+
+def _split_by_path(tree: PyTree, parallel: Parallel) -> Iterator[tuple[str, set[str]]]:
+    """Yields the path of each array, or NamedSharding, that has a NamedSharding, and the axes over which that splits it."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        sharding = leaf if _is_named(leaf) else getattr(leaf, "sharding", None)
+        if _is_named(sharding):
+            named = {axis for entry in sharding.spec for axis in entry_axes(entry)}
+            yield (
+                path_string(path),
+                {axis for axis in named if parallel.mesh.shape.get(axis, 1) > 1},
+            )
+
+
 def check_zero(parallel: Parallel, optimizer: Optimizer, params: PyTree, opt_state: PyTree) -> None:
     """Raises ValueError for a state with arrays that are whole on each replica where the ZeRO level shards them.
 

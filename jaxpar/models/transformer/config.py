@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax.numpy as jnp
 
@@ -384,15 +384,38 @@ class TransformerConfig:
         Raises:
             ValueError: The axis does not divide the query heads.
         """
-        copies = lambda tensor: tensor // math.gcd(tensor, self.kv_heads)
-        fits = lambda tensor: self.num_heads % tensor == 0 and self.group_size % copies(tensor) == 0
-        if not fits(tensor):
-            raise ValueError(
-                f"the tensor axis must divide the heads, and the copies of each key and value head its query heads; got "
-                f"{arg(tensor=tensor)}, num_heads={self.num_heads}, num_kv_heads={self.kv_heads}. Choose {arg('tensor')} from "
-                f"{', '.join(str(n) for n in range(1, self.num_heads + 1) if fits(n))}."
-            )
-        return replace(self, kv_copies=copies(tensor))
+        copies = tensor // math.gcd(tensor, self.kv_heads)
+        if self.num_heads % tensor or self.group_size % copies:
+            self._refuse_tensor(tensor)
+        return replace(self, kv_copies=copies)
+
+    def check_tensor(self, tensor: int) -> None:
+        """Raises ValueError unless a ``tensor`` axis divides all that ``TRANSFORMER_RULES`` split: heads, hidden width."""
+        if not self._is_divided(tensor):
+            self._refuse_tensor(tensor)
+
+    def _refuse_tensor(self, tensor: int) -> NoReturn:
+        sizes = {
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+        }
+        sizes |= {} if self.experts else {"mlp_dim": self.hidden_dim}
+        got = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        fitting = filter(self._is_divided, range(1, self.num_heads + 1))
+        raise ValueError(
+            "the tensor axis must divide the heads and mlp_dim, and, beyond the key and value heads, head_dim and the query "
+            f"heads of each; got {arg(tensor=tensor)}, {got}. Choose {arg('tensor')} from {', '.join(map(str, fitting))}."
+        )
+
+    def _is_divided(self, tensor: int) -> bool:
+        copies = tensor // math.gcd(tensor, self.kv_heads)
+        whole = [(self.num_heads, tensor), (self.group_size, copies)]
+        whole += (
+            [(self.head_dim, tensor)] if copies > 1 else []
+        )  # over which weights at rest are sharded
+        whole += [] if self.experts else [(self.hidden_dim, tensor)]
+        return all(size % count == 0 for size, count in whole)
 
 
 def balance_of_aux_loss(

@@ -129,7 +129,15 @@ def route(
         params: The params under ``router`` of a layer.
         x: The normalized input.
         real: Whether a token is not padding; None: all are real.
+
+    Raises:
+        ValueError: The router is that of another number of experts, such as a part of one that is split over ``data``.
     """
+    if (got := params["w_router"].shape[-1]) != settings.count:
+        raise ValueError(
+            f"a router must choose among all experts; got w_router {list(params['w_router'].shape)}, of {got}, and "
+            f"count={settings.count}. Leave data out of the rule of the router: its experts alone are owned."
+        )
     wide = jnp.promote_types(x.dtype, jnp.float32)
     weight = params["w_router"].astype(wide)
     # A GPU's default for float32 products would round the inputs to 10 bits.
