@@ -60,7 +60,10 @@ def test_plot_names_runs_apart(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["nowhere"], "a run must be a folder with a metrics.jsonl; got nowhere, which has none."),
+        (
+            ["nowhere"],
+            "a run must be a folder with a metrics.jsonl, which its first step begins; got nowhere, which",
+        ),
         (["a", "--metric", "accuracy"], "got 'accuracy'. It has grad_norm, loss."),
         ([], "plot must get one run or more; got none."),
         (

@@ -646,6 +646,12 @@ def test_files_that_no_run_wrote_are_named(data, tmp_path, capsys, name, text, t
     assert not (tmp_path / "page.html").exists()
 
 
+def test_a_run_that_was_killed_before_it_wrote_anything_has_a_page(tmp_path, capsys):
+    (tmp_path / ".lease").mkdir()
+    assert command(["watch", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    assert "whether it runs is not known" in (tmp_path / "page.html").read_text()
+
+
 def test_watch_writes_the_page_of_a_run_that_could_not(run, tmp_path, capsys):
     out = tmp_path / "page.html"
     assert command(["watch", str(run), "--out", str(out)]) == 0

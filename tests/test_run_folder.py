@@ -1,6 +1,7 @@
 """A folder with the results of a run: a new run refuses it; with --overwrite it deletes what recipes write, nothing else."""
 
 import json
+import os
 
 import house_prices
 import pytest
@@ -43,6 +44,21 @@ def contents(folder):
 
 def first_loss(folder):
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".lease", "checkpoints", "checkpoints/3/state"])
+def test_files_of_another_user_are_named_before_anything_is_compiled(
+    tmp_path, capsys, monkeypatch, name
+):
+    (tmp_path / name).mkdir(parents=True)
+    access = os.access
+    is_other = lambda path, mode: path == tmp_path / name and mode != os.F_OK
+    monkeypatch.setattr(
+        os, "access", lambda path, mode, **_: not is_other(path, mode) and access(path, mode)
+    )
+    said = refused(capsys, tmp_path, *FEW)
+    assert f"what is in its --out-dir; got {tmp_path / name} of user " in said
+    assert f"chown -R {os.geteuid()} {tmp_path}, or go on as that one." in said
 
 
 @pytest.mark.full

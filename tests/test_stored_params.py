@@ -53,6 +53,16 @@ def test_stored_params_are_those_that_were_saved_as_a_whole_and_by_row(manager):
         params["w_up"][4]
 
 
+def test_a_damaged_newest_step_is_named_where_the_one_before_is_read(tmp_path, capfd):
+    manager = jaxpar.CheckpointManager(tmp_path / "checkpoints", jaxpar.make_mesh(), keep=2)
+    for step in (5, 6):
+        save(manager, step)
+    (manager.directory / "6/manifest.json").write_text("{")
+    _, manifest = open_stored_params(manager.directory)
+    assert manifest.step == 5
+    assert "NOT USED: checkpoint of step 6: " in capfd.readouterr().err
+
+
 def test_a_step_that_is_deleted_while_it_is_read_gives_no_value(manager):
     save(manager, 5)
     params, _ = open_stored_params(manager.directory)

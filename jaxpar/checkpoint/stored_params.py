@@ -161,7 +161,10 @@ def open_stored_params(
         f"a run's model is read from its checkpoints; got none in {directory}. Train it with --checkpoint-every 100, say, "
         f"which also saves the last step{otherwise}."
     )
-    return read_newest(folder, step, read, action="reading params", without=without)
+    told = lambda other, problem: tell(f"NOT USED: checkpoint of step {other}: {problem}")
+    return read_newest(
+        folder, step, read, action="reading params", without=without, passed_over=told
+    )
 
 
 def as_tree(stored: Mapping[str, Any], table: PyTree) -> PyTree:

@@ -270,7 +270,8 @@ def read_curve(run: Path, metric: str) -> "Curve":
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.is_file():
         raise ValueError(
-            f"a run must be a folder with a metrics.jsonl; got {run}, which has none. Name a recipe's --out-dir."
+            f"a run must be a folder with a metrics.jsonl, which its first step begins; got {run}, which has none. Name a "
+            "recipe's --out-dir."
         )
     with figures_of(path):
         found = read_metrics(path)

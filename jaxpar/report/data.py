@@ -30,6 +30,7 @@ from jaxpar.planner import Cluster, ModelShape, Plan
 from jaxpar.planner.compiled import inspect_pipeline
 from jaxpar.planner.plans import SETTINGS
 from jaxpar.planner.state import AtRest, local_bytes
+from jaxpar.runtime.lease import NAME as LEASE
 from jaxpar.runtime.life import LifeWatch
 from jaxpar.schedule import Schedule, timeline_data
 from jaxpar.sharding import path_string
@@ -119,7 +120,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: It is not the folder of a run, or one of its files is not as a run writes it.
     """
-    if not folder.is_dir() or not any((folder / name).exists() for name in RUN_FILES):
+    of_run = (*RUN_FILES, LEASE)  # which is there before the run has read its data
+    if not folder.is_dir() or not any((folder / name).exists() for name in of_run):
         raise ValueError(
             f"a run must be a folder with a {', '.join(RUN_FILES[:-1])} or {FILE}; got {folder}, which has none. Name a "
             "recipe's --out-dir."

@@ -11,6 +11,7 @@ A script composes its flags of these groups and its own. On the command line tyr
 import dataclasses
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -309,6 +310,7 @@ def check_run_flags(flags: RunFlags) -> None:
     check_own_variables(os.environ)
     check_run_numbers(flags)
     check_out_dir(flags.common.out_dir)
+    check_access(flags.common.out_dir)
 
 
 def check_run_numbers(flags: RunFlags) -> None:
@@ -425,3 +427,24 @@ def check_out_dir(out_dir: Path, flag: str | None = None) -> None:
         raise ValueError(
             f"{flag or arg('out_dir')} must be a folder that can be written to; got {out_dir}, but {there} {why}. Name another."
         )
+
+
+def check_access(out_dir: Path) -> None:
+    """Raises ValueError for files of an earlier run in a folder that are another user's, and that this one may not use.
+
+    A run that has compiled would end with them, pass over a checkpoint, or save none.
+    """
+    changed = [out_dir / name for name in ("metrics.jsonl", ".lease", "checkpoints")]
+    steps = [path for path in (out_dir / "checkpoints").glob("[0-9]*") if path.name.isdigit()]
+    read = [each for path in steps for each in (path, *path.glob("*"))]
+    for path in (*changed, *read):
+        if not os.access(path, os.F_OK):
+            continue
+        needed = os.R_OK | (os.X_OK if path.is_dir() else 0) | (os.W_OK if path in changed else 0)
+        if not os.access(path, needed):
+            uses = "read and write" if path in changed else "read"
+            raise ValueError(
+                f"a run must be allowed to {uses} what is in its {arg('out_dir')}; got {path} of user {path.stat().st_uid}, "
+                f"and this is user {os.geteuid()}. Give it to this user, chown -R {os.geteuid()} {shlex.quote(str(out_dir))}, "
+                "or go on as that one."
+            )
