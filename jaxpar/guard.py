@@ -39,6 +39,12 @@ AT_FIRST = (
     "too small: a replica that gets more rows makes the loss NaN."
 )
 
+AT_FIRST_OF_GRADIENTS = (
+    "The loss of the first step was finite and its gradients were not, before any update of this run, so the learning rate is "
+    "not the cause: look at what has no finite derivative, such as a norm of zeros, and in float16 at the loss scale, which a "
+    "skipped step leaves as it is (docs/optimizers.md, float16)."
+)
+
 
 class Guard:
     """Saves, stops and watches a loop of training steps inside a ``with`` block.
@@ -266,8 +272,13 @@ class Guard:
         self._end(
             ExitCode.NOT_FINITE,
             f"error: {self._num_skipped} consecutive steps had a loss or gradients that were not finite, and were skipped. "
-            f"{self._last_good()} {self._advice()}",
+            f"{self._last_good()} {self._advice_on_gradients()}",
         )
+
+    def _advice_on_gradients(self) -> str:
+        is_first = not self._has_updated and self._first_loss is not None
+        is_of_loss = not is_first or not np.isfinite(self._first_loss)
+        return self._advice() if is_of_loss else AT_FIRST_OF_GRADIENTS
 
     def _advice(self) -> str:
         if self._has_updated or self._first_loss is None or np.isfinite(self._first_loss):

@@ -75,13 +75,15 @@ def test_a_first_loss_that_is_not_finite_is_not_blamed_on_the_learning_rate(firs
             range(1, 9),
             lambda step: BROKEN | {"loss": np.float32(first)},
         )
-    blamed = said[-1].endswith("Choose a smaller learning rate.")
-    assert blamed == np.isfinite(first)
-    assert (
-        "look at the labels and ids, which must be from 0 to the vocabulary's size - 1" in said[-1]
-    ) != blamed
-    assert ("--expert-buffer may be too small" in said[-1]) != blamed
-    assert ("masks and weights, of which a batch must have one that is not 0" in said[-1]) != blamed
+    assert "Choose a smaller learning rate." not in said[-1]
+    is_of_loss = not np.isfinite(first)
+    for advice in (
+        "look at the labels and ids, which must be from 0 to the vocabulary's size - 1",
+        "--expert-buffer may be too small",
+        "masks and weights, of which a batch must have one that is not 0",
+    ):
+        assert (advice in said[-1]) == is_of_loss
+    assert ("in float16 at the loss scale" in said[-1]) != is_of_loss
 
 
 def test_params_that_were_never_finite_are_not_blamed_on_the_learning_rate(manager, said):

@@ -9,8 +9,11 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxpar
 from jaxpar.inspect import assert_collectives, compare, inspect_step
 from jaxpar.inspect.hlo import parse_module
+from jaxpar.planner.compiled import inspect_pipeline
+from jaxpar.schedule import make_schedule
 from tests.support.hlo_text import DATA_TENSOR
 
 
@@ -510,3 +513,18 @@ def test_bad_input_is_named():
         ValueError, match="the text must be an HLO module with an ENTRY computation; got none"
     ):
         parse_module("HloModule nothing")
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.9), (1.5, -0.5), ()])
+def test_shares_of_branches_that_do_not_add_up_are_refused(shares):
+    with pytest.raises(ValueError, match=r"shares of .*, which add up to 1; got .* for 'cond\$'"):
+        inspect_step(lambda x: x, 1.0, branch_shares={"cond$": shares})
+
+
+def test_the_pipeline_of_another_schedule_is_not_inspected():
+    mesh, of_three = jaxpar.make_mesh(stage=2), make_schedule("1f1b", 3, 4)
+    compiled = jax.jit(lambda x: x).lower(1.0).compile()
+    with pytest.raises(ValueError, match="must have the stages of the mesh; got 3 and 2"):
+        inspect_pipeline(compiled, mesh, of_three)
+    with pytest.raises(TypeError, match=r"a Schedule; got .*1f1b"):
+        inspect_pipeline(compiled, mesh, "1f1b")

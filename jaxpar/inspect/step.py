@@ -1,6 +1,7 @@
 """`inspect_step`: from a function or any stage of its compilation to a report. Reports compared, and held to expectations."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -48,6 +49,7 @@ def inspect_step(
     """
     check_at_least(0, large_bytes=large_bytes, loop_trips=loop_trips)
     check_at_least(1, devices_per_node=devices_per_node)
+    _check_shares(branch_shares or {})
     compiled = _compile(fn, args)
     module = parse_module(compiled.as_text() or "")
     mesh = _find_mesh(mesh, args, compiled, module.num_devices)
@@ -96,6 +98,15 @@ def _compile(fn: Any, args: tuple) -> jax.stages.Compiled:
         )
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
     return jitted.lower(*args).compile()
+
+
+def _check_shares(branch_shares: Mapping[str, Sequence[float | Fraction]]) -> None:
+    for pattern, shares in branch_shares.items():
+        if min(shares, default=0) < 0 or not math.isclose(sum(shares), 1, abs_tol=1e-6):
+            raise ValueError(
+                "branch_shares must be shares of the times that a conditional runs, which add up to 1; got "
+                f"{tuple(map(str, shares))} for {pattern!r}. Give such as (0.5, 0.5)."
+            )
 
 
 def _find_mesh(

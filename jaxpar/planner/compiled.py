@@ -20,12 +20,13 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from jaxpar.data_parallel import abstract_batch
+from jaxpar.fields import check_kind
 from jaxpar.gradients import value_and_grad
 from jaxpar.inspect import Collective, StepReport, inspect_step
 from jaxpar.inspect.report import axes_text
 from jaxpar.inspect.text import device_seconds_text, table
 from jaxpar.layered_model import LAYERS
-from jaxpar.mesh import AXES
+from jaxpar.mesh import AXES, STAGE
 from jaxpar.pipeline import masks_idle_ops, spmd_program
 from jaxpar.planner.cluster import Cluster, Links, collective_seconds
 from jaxpar.planner.job import Choice
@@ -122,9 +123,22 @@ def inspect_pipeline(
         schedule: The schedule of its pipeline; None for none.
         masks: Whether it masks idle ops; None: as it does by default.
         loop_trips: The trips of a loop whose number the program does not tell.
+
+    Raises:
+        TypeError: The schedule is none, such as the name of one.
+        ValueError: It has another number of stages than the mesh.
     """
     shares = None
     if schedule is not None:
+        remedy = (
+            'Make one: jaxpar.schedule.make_schedule("1f1b", num_stages=4, num_microbatches=8).'
+        )
+        check_kind((Schedule,), "a Schedule", remedy, schedule=schedule)
+        if schedule.num_stages != mesh.shape[STAGE]:
+            raise ValueError(
+                f"a schedule must have the stages of the mesh; got {schedule.num_stages} and {mesh.shape[STAGE]}. Make it for "
+                "these."
+            )
         masks = masks_idle_ops(mesh, schedule) if masks is None else masks
         shares = spmd_program(schedule, masks=masks).branch_shares()
     return inspect_step(compiled, mesh=mesh, branch_shares=shares, loop_trips=loop_trips)

@@ -30,7 +30,8 @@ def check_on_one_mesh(state: PyTree) -> None:
         raise ValueError(
             f"the arrays of a state must be on one mesh; got {apart[0]} on {len(devices[apart[0]])} of {len(most)} devices. "
             "Make the first state with jaxpar.init_state; with params that are there already, by "
-            "init_state(lambda key: params, key, optimizer, parallel)."
+            "init_state(lambda key: params, key, optimizer, parallel). Put a number that replaces another where that is, by "
+            "jax.device_put(number, other.sharding)."
         )
 
 
