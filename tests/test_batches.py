@@ -142,3 +142,21 @@ def test_a_process_of_no_rows_pads_none():
     padded = pad_rows({"x": np.ones((0, 2))}, 4)
     assert padded["x"].shape == (4, 2)
     np.testing.assert_array_equal(padded["weight"], np.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("data", "given", "message"),
+    [
+        (np.zeros(4), {}, "data must be a dict of columns; got array"),
+        ({"x": np.zeros(4)}, {"batch_size": 2.0}, "batch_size must be a whole number; got 2.0"),
+        ({"x": np.zeros(4)}, {"step": True}, "step must be a whole number; got True"),
+    ],
+)
+def test_a_batch_of_other_kinds_is_refused(data, given, message):
+    with pytest.raises(TypeError, match=message):
+        take_batch(data, **({"batch_size": 2, "seed": 0, "step": 0} | given))
+
+
+def test_steps_are_counted_from_0():
+    with pytest.raises(ValueError, match="step must be at least 0; got -1"):
+        take_batch({"x": np.zeros(4)}, 2, seed=0, step=-1)

@@ -59,6 +59,36 @@ def test_bloom_s_48_nodes_fit_the_schema_of_a_jobset():
     check_manifest(to_jobset(BLOOM), schema(JOBSET))
 
 
+def crd(kind="JobSet", version="v1alpha2"):
+    """A CustomResourceDefinition as a cluster writes it, of the fields that its admission reads."""
+    of_version = {"name": version, "schema": {"openAPIV3Schema": schema(JOBSET)}}
+    names = {"names": {"kind": kind}, "versions": [of_version]}
+    return {"kind": "CustomResourceDefinition", "spec": names}
+
+
+def test_the_schema_may_be_the_definition_that_a_cluster_writes():
+    manifest = to_jobset(BLOOM)
+    check_manifest(manifest, crd())
+    manifest["spec"]["zzz"] = 1
+    with pytest.raises(ValueError, match="'zzz' was unexpected"):
+        check_manifest(manifest, crd())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (crd("TrainJob"), "must be that of the manifest, JobSet v1alpha2; got TrainJob v1alpha2"),
+        (crd(version="v1"), "must be that of the manifest, JobSet v1alpha2; got JobSet v1\\."),
+        ({}, "with its spec; got one of nothing, which allows everything"),
+        ({"kind": "List", "items": []}, "with its spec; got one of kind, items, which allows"),
+        ({"type": "object"}, "with its spec; got one of type, which allows everything"),
+    ],
+)
+def test_a_schema_that_allows_everything_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        check_manifest(to_jobset(BLOOM), given)
+
+
 def test_bloom_s_48_nodes_fit_the_schema_of_a_trainjob():
     check_manifest(to_trainjob(BLOOM), schema(TRAINJOB))
 

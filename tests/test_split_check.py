@@ -70,3 +70,9 @@ def test_parts_must_divide_the_rows_and_be_one_at_least():
         jaxpar.check_split(MODEL, loss, PARAMS, BATCH, num_parts=7)
     with pytest.raises(ValueError, match="num_parts must be at least 1; got 0"):
         jaxpar.check_split(MODEL, loss, PARAMS, BATCH, num_parts=0)
+
+
+def test_a_batch_of_which_no_row_counts_cannot_be_compared():
+    nothing = lambda out, batch: (jnp.sum(out) * 0, jnp.sum(out) * 0)
+    with pytest.raises(ValueError, match="loss of a batch must be finite, .*; got nan. Give rows"):
+        jaxpar.check_split(MODEL, nothing, PARAMS, BATCH)

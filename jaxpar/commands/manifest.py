@@ -70,7 +70,7 @@ class Flags:
             or a Deployment and a Service of `jaxpar serve`.
         plan: The output of `python -m jaxpar plan --json`, whose first plan is used; - for standard input.
         check: A manifest to check, instead of printing one.
-        schema: The API's schema, as JSON, to check against.
+        schema: The API's schema, as JSON, to check against, such as `kubectl get crd jobsets.jobset.x-k8s.io -o json` writes.
         mesh: The mesh, if no plan is given.
         job: What every cluster is told.
         kubernetes: What Kubernetes is told.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxpar.data.checksums import checksum
-from jaxpar.fields import arg
+from jaxpar.fields import arg, check_at_least, check_kind
 
 WEIGHT = "weight"
 MOST_PERMUTED = (
@@ -48,6 +48,9 @@ def batch_rows(
     num_rows: int, batch_size: int, *, seed: int, step: int, origin: Origin = BEGINNING
 ) -> np.ndarray:
     """Returns the row numbers of the batch of ``step``; each epoch has every row once, in its own order."""
+    for name, number in {"batch_size": batch_size, "step": step}.items():
+        check_kind((int, np.integer), "a whole number", "Write such as 8.", **{name: number})
+    check_at_least(0, step=step)
     before = samples_before(num_rows, batch_size, step, origin)
     epoch, start = divmod(before, num_rows)
     end = min(start + batch_size, num_rows)
@@ -231,10 +234,14 @@ class Columns(RowSource):
         data: Columns with a common leading dim, the rows.
 
     Raises:
+        TypeError: It is no dict.
         ValueError: They have other numbers of rows, or none.
     """
 
     def __init__(self, data: Mapping[str, np.ndarray]) -> None:
+        check_kind(
+            (Mapping,), "a dict of columns", 'Write {"x": array, "y": array}, say.', data=data
+        )
         check_columns(data)
         self._data = data
 

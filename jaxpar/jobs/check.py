@@ -1,7 +1,7 @@
 """Checks manifests, generated or edited by hand, against their API's own schema and against rules that no schema expresses.
 
-The schema is the ``openAPIV3Schema`` of a CustomResourceDefinition, as JSON. Get it from a cluster by
-``kubectl get crd jobsets.jobset.x-k8s.io -o json``: it is in ``spec.versions[].schema``. Unknown fields are forbidden.
+The schema is a CustomResourceDefinition, or its ``openAPIV3Schema`` alone, as JSON. Get it from a cluster by
+``kubectl get crd jobsets.jobset.x-k8s.io -o json``. Unknown fields are forbidden.
 The other rules are about names by which one part refers to another; `agreement.py` has those about what a manifest says twice.
 """
 
@@ -163,6 +163,7 @@ def check_manifests(manifests: Sequence[Any], schema: Any = None) -> list[Mappin
 def _check_schema(manifest: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
     with needing_extra("checking against a schema needs the package jsonschema", "kubernetes"):
         import jsonschema
+    schema = _schema_of_kind(schema, manifest)
     errors = jsonschema.Draft202012Validator(strict(schema)).iter_errors(manifest)
     found = [
         f"{'.'.join(map(str, error.absolute_path)) or 'the top'}: {error.message}"
@@ -172,6 +173,32 @@ def _check_schema(manifest: Mapping[str, Any], schema: Mapping[str, Any]) -> Non
         raise ValueError(
             f"a manifest must fit its API's schema; got {'; '.join(found)}. Correct these fields."
         )
+
+
+def _schema_of_kind(given: Mapping[str, Any], manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the schema of a manifest's kind: what is given, or the one of a CustomResourceDefinition.
+
+    Raises:
+        ValueError: It is of another kind or version, or describes no fields, so that it would allow everything.
+    """
+    kind, version = kind_of(manifest), str(manifest.get("apiVersion")).rpartition("/")[2]
+    if given.get("kind") == "CustomResourceDefinition":
+        of, versions = given["spec"]["names"]["kind"], given["spec"]["versions"]
+        found = [each["schema"]["openAPIV3Schema"] for each in versions if each["name"] == version]
+        if of != kind or not found:
+            names = ", ".join(printable(str(each["name"])) for each in versions)
+            raise ValueError(
+                f"a schema must be that of the manifest, {kind} {version}; got {printable(str(of))} {names}. Give its own."
+            )
+        return found[0]
+    properties = given.get("properties")
+    if not isinstance(properties, Mapping) or "spec" not in properties:
+        raise ValueError(
+            "a schema must describe the fields of a kind, with its spec; got one of "
+            f"{printable(', '.join(map(str, given)))[:80] or 'nothing'}, which allows everything. Give a "
+            "CustomResourceDefinition, such as kubectl get crd jobsets.jobset.x-k8s.io -o json writes, or its openAPIV3Schema."
+        )
+    return given
 
 
 def strict(schema: Any) -> Any:

@@ -72,6 +72,11 @@ def check_split(
     check_loss(loss, jax.eval_shape(forward, params, batch), batch, has_aux=None)
     whole = step(params, [batch])
     split = step(params, parts)
+    if not np.isfinite(whole["loss"]):
+        raise ValueError(
+            f"the loss of a batch must be finite, to be compared with that of its parts; got {whole['loss']:.6g}. Give rows of "
+            "which one has a weight that is not 0, and finite inputs and params."
+        )
     distances = _distances(split, whole)
     worst = max(distances, key=lambda name: distances[name])
     allowed = within
