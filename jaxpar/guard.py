@@ -276,9 +276,10 @@ class Guard:
         )
 
     def _advice_on_gradients(self) -> str:
-        is_first = not self._has_updated and self._first_loss is not None
-        is_of_loss = not is_first or not np.isfinite(self._first_loss)
-        return self._advice() if is_of_loss else AT_FIRST_OF_GRADIENTS
+        first = self._first_loss
+        if self._has_updated or first is None or not np.isfinite(first):
+            return self._advice()
+        return AT_FIRST_OF_GRADIENTS
 
     def _advice(self) -> str:
         if self._has_updated or self._first_loss is None or np.isfinite(self._first_loss):

@@ -106,7 +106,7 @@ def test_published_configs_are_the_presets(name, tmp_path):
         ("gpt2", {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false; got 'yes'"),
         ("gpt2", {"sliding_window": 4}, r"key of a gpt2's config.json must be known.*; got sliding_window=4 in .*ignore="),
         ("gpt2", {"quantization_config": {"bits": 4}}, "must not be quantised; got a quantization_config, {'bits': 4}, in"),
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "got a quantization_config, 'gptq', in .*--quantize nf4"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "'gptq', in .*quantize=nf4 beside lora_rank"),
         ("llama", {"rope_interleaved": True}, "rope_interleaved of a llama must be False; got True"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act of a llama must be 'silu' or 'swish'; got 'gelu'"),
         ("llama", {"rope_parameters": {"rope_type": "default", "factor": 8}}, "with its own keys alone; got {'factor': 8"),

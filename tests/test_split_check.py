@@ -74,5 +74,5 @@ def test_parts_must_divide_the_rows_and_be_one_at_least():
 
 def test_a_batch_of_which_no_row_counts_cannot_be_compared():
     nothing = lambda out, batch: (jnp.sum(out) * 0, jnp.sum(out) * 0)
-    with pytest.raises(ValueError, match="loss of a batch must be finite, .*; got nan. Give rows"):
+    with pytest.raises(ValueError, match=r"loss of a batch must be finite, .*; got nan. Give rows"):
         jaxpar.check_split(MODEL, nothing, PARAMS, BATCH)

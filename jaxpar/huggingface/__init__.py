@@ -12,10 +12,10 @@ A folder is untrusted: its contents are checked before use, and anything unknown
 read a model with settings that jaxpar does not support, such as GPT-2's dropout, pass their keys, as in
 ``ignore=("attn_pdrop", "embd_pdrop", "resid_pdrop")``; they are written back unchanged.
 
-Read in this order: `folder.py` (untrusted JSON, paths and tensors), `families.py` and `families.json` (the keys and tensors of
-each family), `config.py` with `rope.py` (config.json), `finite.py` (NaN and overflow), `params.py` (reading params),
-`export.py` (writing a model, the model of a run), `peft.py` (writing adapters), `in_codes.py` and `from_codes.py` (weights in
-four or eight bits), `tokenizer.py` (text to tokens and back, chat templates).
+Read in this order: `folder.py` (untrusted JSON, paths and tensors), `families.py` and `families.json` (the keys and tensors
+of each family), `config.py` with `config_keys.py` and `rope.py` (config.json), `finite.py` (NaN and overflow), `params.py`
+(reading params), `export.py` (writing a model, the model of a run), `peft.py` (writing adapters), `in_codes.py` and
+`from_codes.py` (weights in four or eight bits), `tokenizer.py` (text to tokens and back, chat templates).
 """
 
 from jaxpar.huggingface.config import read_config

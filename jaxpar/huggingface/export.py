@@ -26,7 +26,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxpar.fields import arg
-from jaxpar.huggingface.config import config_json, family_of, read_config, unmodelled_keys
+from jaxpar.huggingface.config import config_json, family_of, read_config
+from jaxpar.huggingface.config_keys import unmodelled_keys
 from jaxpar.huggingface.families import ROUTER_BIAS
 from jaxpar.huggingface.finite import cast, check_finite, is_finite, what_is_wrong
 from jaxpar.huggingface.folder import (

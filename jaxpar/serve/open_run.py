@@ -23,7 +23,8 @@ from pydantic import Field, create_model
 from jaxpar import fields, huggingface
 from jaxpar.data.text import ByteTokenizer, Tokenizer
 from jaxpar.dtypes import is_float
-from jaxpar.huggingface.config import dropout_keys, read_config_for
+from jaxpar.huggingface.config import read_config_for
+from jaxpar.huggingface.config_keys import dropout_keys
 from jaxpar.huggingface.export import RunModel, open_run
 from jaxpar.huggingface.finite import cast, check_finite, is_finite, what_is_wrong
 from jaxpar.huggingface.folder import (

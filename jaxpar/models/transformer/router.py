@@ -136,7 +136,7 @@ def route(
     if (got := params["w_router"].shape[-1]) != settings.count:
         raise ValueError(
             f"a router must choose among all experts; got w_router {list(params['w_router'].shape)}, of {got}, and "
-            f"count={settings.count}. Leave data out of the rule of the router: its experts alone are owned."
+            f"count={settings.count}. Make the params from the table of this model, and leave data out of the router's rule."
         )
     wide = jnp.promote_types(x.dtype, jnp.float32)
     weight = params["w_router"].astype(wide)
