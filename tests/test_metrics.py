@@ -72,6 +72,9 @@ class OnDevice:
         self.clock.now = max(self.clock.now, self.at)
         return self
 
+    def is_ready(self):
+        return self.clock.now >= self.at
+
     def __array__(self, dtype=None, copy=None):
         self.block_until_ready()
         return np.asarray(1.0, dtype)
@@ -98,6 +101,21 @@ def test_no_step_s_time_includes_an_evaluation(tmp_path, monkeypatch):
     assert [line["step_seconds"] for line in lines] == [0.5] * 6
     assert [line["rows_per_second"] for line in lines] == [16] * 6
     assert [line["step"] for line in lines if "test_loss" in line] == [0, 3, 5]
+
+
+def test_a_save_after_a_step_that_has_ended_leaves_each_step_its_time(tmp_path, monkeypatch):
+    """A device that computes before the host goes on, as CPUs do: a save writes the line of the last step at once."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("jaxpar.metrics.log.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    with MetricsLog(tmp_path, 6, items_per_step=8) as log:
+        for step in range(6):
+            clock.now += 0.5
+            log.log(step, {"loss": OnDevice(clock, clock.now)})
+            if step in (2, 4):
+                clock.now += 0.25
+                log.flush()
+    seconds = [line["step_seconds"] for line in read_metrics(tmp_path / "metrics.jsonl")]
+    assert seconds == [0.5, 0.5, 0.5, 0.75, 0.5, 0.75], "the save is in the time of the next step"
 
 
 @pytest.mark.full

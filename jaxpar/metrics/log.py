@@ -60,6 +60,7 @@ class MetricsLog:
         self._is_first_process = jax.process_index() == 0
         self._watchers = tuple(watchers) if self._is_first_process else ()
         self._pending: tuple[int, Mapping[str, jax.Array | Number]] | None = None
+        self._ended: float | None = None  # when the pending step had, if it had when it was logged
         self._pause: tuple[float, float] | None = (
             None  # when that after the last step began and ended
         )
@@ -96,6 +97,7 @@ class MetricsLog:
         check_names(metrics, (*OF_LOG, f"{self._items}_per_second"))
         self.flush()
         self._pending = (step, metrics)
+        self._ended = time.perf_counter() if _are_computed(metrics) else None
         for watcher in self._watchers:
             watcher.dispatched(step, metrics)
 
@@ -123,8 +125,8 @@ class MetricsLog:
         self._pending = None
         ordered = {"loss": metrics["loss"], **metrics}
         values = {name: float(np.asarray(value).item()) for name, value in ordered.items()}
-        now = time.perf_counter()
-        ended, resumed = self._pause or (now, now)
+        ended = time.perf_counter() if self._ended is None else self._ended
+        ended, resumed = self._pause or (ended, ended)
         seconds, self._then, self._pause = ended - self._then, resumed, None
         rate = self._items_per_step / seconds
         self.last = {
@@ -188,6 +190,12 @@ class MetricsLog:
             if error is None:
                 raise missing
             tell(missing.strerror or str(missing))
+
+
+def _are_computed(metrics: Mapping[str, jax.Array | Number]) -> bool:
+    """Whether a step has ended when its metrics are logged, as on a device that computes before the host goes on."""
+    are_ready = (each.is_ready() for each in metrics.values() if hasattr(each, "is_ready"))
+    return all(are_ready)
 
 
 def _lines_before(path: Path, step: int, jumps: Jumps) -> Iterator[bytes]:
