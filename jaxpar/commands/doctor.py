@@ -20,7 +20,7 @@ from jaxpar.devices import DeviceError, found_devices, unused_gpus
 from jaxpar.gpus import gpu_nodes
 from jaxpar.runtime.distributed import GPU_FLAGS
 from jaxpar.runtime.output import printable, version_of
-from jaxpar.runtime.process_env import check_own_variables
+from jaxpar.runtime.process_env import read_process_env
 
 # What is shown of packages, environment variables, and those of each kind of cluster.
 PACKAGES, SETTINGS, CLUSTERS = json.loads(
@@ -152,7 +152,7 @@ def advice(environment: Mapping[str, str], backend: str, num_devices: int) -> li
     """Returns warnings about the settings, for a backend and the number of its devices in this process."""
     flags, found = environment.get("XLA_FLAGS", ""), []
     try:
-        check_own_variables(environment)
+        read_process_env(environment)
     except ValueError as error:
         found.append(str(error))
     given = environment.get("PJRT_NPROC", "")
