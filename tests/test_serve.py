@@ -1214,6 +1214,9 @@ def test_what_is_not_modelled_is_refused_unless_it_is_ignored_and_dropout_is(tmp
         opened()
     with pytest.raises(FileNotFoundError, match="is served with its tokenizer"):
         opened("partial_rotary_factor")
+    jaxpar.huggingface.write_description(tmp_path / "run/model", serving.CONFIG)
+    with pytest.raises(ValueError, match=r"got them for the run in .*run, which has its own"):
+        open_run.open_model(tmp_path / "run", open_run.ModelSettings(ignore_config_keys=("a",)))
 
 
 def test_the_model_of_a_run_without_checkpoints_is_not_exported(tmp_path, capsys):

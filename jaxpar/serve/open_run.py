@@ -89,6 +89,12 @@ def open_model(folder: Path, settings: ModelSettings) -> Served:
         BadCheckpointError: All its checkpoints are damaged.
     """
     name = settings.model_name or folder.resolve().name
+    is_run = any((folder / each).is_file() for each in (MODEL, Path("model", CONFIG)))
+    if is_run and settings.ignore_config_keys:
+        raise ValueError(
+            f"{fields.arg('ignore_config_keys')} are of the config.json of a model's folder; got them for the run in {folder}, which "
+            "has its own. Leave them out."
+        )
     if (folder / MODEL).is_file():
         return house_prices(folder, name)
     if (folder / "model" / CONFIG).is_file():
