@@ -92,8 +92,8 @@ def open_model(folder: Path, settings: ModelSettings) -> Served:
     is_run = any((folder / each).is_file() for each in (MODEL, Path("model", CONFIG)))
     if is_run and settings.ignore_config_keys:
         raise ValueError(
-            f"{fields.arg('ignore_config_keys')} are of the config.json of a model's folder; got them for the run in {folder}, which "
-            "has its own. Leave them out."
+            f"{fields.arg('ignore_config_keys')} are of the config.json of a model's folder; got them for the run in {folder}, "
+            "which has its own. Leave them out."
         )
     if (folder / MODEL).is_file():
         return house_prices(folder, name)
