@@ -13,27 +13,46 @@ and `router_losses.py`, `experts.py` with `dispatch.py` (the slots of rows), `ge
 a cache), `cache.py` and `sampling.py`, `scoring.py` (how likely given tokens are).
 """
 
-from jaxpar.models.transformer.config import Experts as Experts
-from jaxpar.models.transformer.config import TransformerConfig as TransformerConfig
-from jaxpar.models.transformer.generate import generate as generate
-from jaxpar.models.transformer.generate import stream as stream
-from jaxpar.models.transformer.layers import make_model as make_model
-from jaxpar.models.transformer.padding import token_weights as token_weights
-from jaxpar.models.transformer.params import LAYER_WEIGHTS as LAYER_WEIGHTS
-from jaxpar.models.transformer.params import num_active_params as num_active_params
-from jaxpar.models.transformer.params import param_table as param_table
-from jaxpar.models.transformer.presets import PRESETS as PRESETS
-from jaxpar.models.transformer.presets import preset as preset
-from jaxpar.models.transformer.products import check_products as check_products
-from jaxpar.models.transformer.products import describe_products as describe_products
-from jaxpar.models.transformer.products import fp8_weights as fp8_weights
-from jaxpar.models.transformer.rope import Rope as Rope
-from jaxpar.models.transformer.rope import RopeScaling as RopeScaling
-from jaxpar.models.transformer.router import balance_experts as balance_experts
-from jaxpar.models.transformer.router import expert_loads as expert_loads
-from jaxpar.models.transformer.router_losses import RoutedLogits as RoutedLogits
-from jaxpar.models.transformer.router_losses import add_routing_losses as add_routing_losses
-from jaxpar.models.transformer.router_losses import loads_of as loads_of
-from jaxpar.models.transformer.router_losses import logits_of as logits_of
-from jaxpar.models.transformer.scoring import TokenScores as TokenScores
-from jaxpar.models.transformer.scoring import score_tokens as score_tokens
+from jaxpar.models.transformer.config import Experts, TransformerConfig
+from jaxpar.models.transformer.generate import generate, stream
+from jaxpar.models.transformer.layers import make_model
+from jaxpar.models.transformer.padding import token_weights
+from jaxpar.models.transformer.params import LAYER_WEIGHTS, num_active_params, param_table
+from jaxpar.models.transformer.presets import PRESETS, preset
+from jaxpar.models.transformer.products import check_products, describe_products, fp8_weights
+from jaxpar.models.transformer.rope import Rope, RopeScaling
+from jaxpar.models.transformer.router import balance_experts, expert_loads
+from jaxpar.models.transformer.router_losses import (
+    RoutedLogits,
+    add_routing_losses,
+    loads_of,
+    logits_of,
+)
+from jaxpar.models.transformer.scoring import TokenScores, score_tokens
+
+__all__ = [
+    "LAYER_WEIGHTS",
+    "PRESETS",
+    "Experts",
+    "Rope",
+    "RopeScaling",
+    "RoutedLogits",
+    "TokenScores",
+    "TransformerConfig",
+    "add_routing_losses",
+    "balance_experts",
+    "check_products",
+    "describe_products",
+    "expert_loads",
+    "fp8_weights",
+    "generate",
+    "loads_of",
+    "logits_of",
+    "make_model",
+    "num_active_params",
+    "param_table",
+    "preset",
+    "score_tokens",
+    "stream",
+    "token_weights",
+]

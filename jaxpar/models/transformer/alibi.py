@@ -41,7 +41,8 @@ def alibi_bias(
     """
     exact = jnp.promote_types(dtype, jnp.float32)
     of_heads = alibi_slopes(config.num_heads) if slopes is None else slopes
-    slopes = jnp.asarray(of_heads, exact)[None, :, None, None]
+    slopes = jnp.asarray(of_heads, exact)
+    slopes = slopes[None, :, None, None]
     penalties = slopes * ahead[:, None].astype(exact)
     return penalties.astype(exact if config.attention == "xla" else dtype)
 
