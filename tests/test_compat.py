@@ -194,6 +194,14 @@ def test_literals_have_values_of_their_dtype():
     assert (value, value.dtype) == (2, np.float32)
 
 
+def test_an_array_tells_whether_it_is_computed():
+    array = jnp.ones(3) * 2
+    assert hasattr(array, "is_ready"), "JAX has renamed it: the log would take all steps for ended"
+    assert _compat.is_computed(array.block_until_ready())
+    assert _compat.is_computed(1.0)
+    assert not _compat.is_computed(SimpleNamespace(is_ready=lambda: False))
+
+
 def test_dims_are_kept_in_order_in_memory():
     x = np.arange(6.0, dtype=np.float32).reshape(2, 3)
     lowered = jax.jit(lambda x: _compat.row_major(x.T) * 2).lower(x)

@@ -7,7 +7,7 @@
 `loops.py`        the trips of a loop, and what it carries
 `evaluation.py`   equations and jaxprs: bind, rewrite, evaluate; the mesh axes that a trace may name
 `primitives.py`   primitives of jaxpar's own
-`memory.py`       device or host; the order of dims in memory; arrays without initial values
+`memory.py`       device or host; the order of dims in memory; arrays without initial values, or not computed yet
 `attention.py`    cuDNN's attention with what merges its parts
 `backends.py`     the client of a run of several processes; devices for the compiler alone
 `stages.py`       compiled functions
@@ -49,7 +49,7 @@ from jaxpar._compat.jaxprs import (
     with_inner,
 )
 from jaxpar._compat.loops import has_known_trips, num_trips, scan_counts
-from jaxpar._compat.memory import empty, is_on_host, row_major
+from jaxpar._compat.memory import empty, is_computed, is_on_host, row_major
 from jaxpar._compat.primitives import operation
 from jaxpar._compat.stages import CompiledCopy
 from jaxpar._compat.versions import (

@@ -21,6 +21,12 @@ def is_on_host(aval: Any) -> bool:
     return getattr(space, "name", "") == "Host"
 
 
+def is_computed(value: Any) -> bool:
+    """Returns whether an array has its values already, without waiting for them; a number always has."""
+    is_ready = getattr(value, "is_ready", None)
+    return is_ready is None or bool(is_ready())
+
+
 def empty(shape: Sequence[int], dtype: Any, number: int) -> jax.Array:
     """Returns an array without initial values on a CPU, and zeros on other devices.
 

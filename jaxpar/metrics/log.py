@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar._compat import is_computed
 from jaxpar.metrics.exporters import Watcher
 from jaxpar.metrics.jumps import Jumps
 from jaxpar.metrics.lines import LineFile, Number, line_of, lines_before
@@ -97,7 +98,8 @@ class MetricsLog:
         check_names(metrics, (*OF_LOG, f"{self._items}_per_second"))
         self.flush()
         self._pending = (step, metrics)
-        self._ended = time.perf_counter() if _are_computed(metrics) else None
+        is_done = all(map(is_computed, metrics.values()))  # as on a device for which the host waits
+        self._ended = time.perf_counter() if is_done else None
         for watcher in self._watchers:
             watcher.dispatched(step, metrics)
 
@@ -190,12 +192,6 @@ class MetricsLog:
             if error is None:
                 raise missing
             tell(missing.strerror or str(missing))
-
-
-def _are_computed(metrics: Mapping[str, jax.Array | Number]) -> bool:
-    """Whether a step has ended when its metrics are logged, as on a device that computes before the host goes on."""
-    are_ready = (each.is_ready() for each in metrics.values() if hasattr(each, "is_ready"))
-    return all(are_ready)
 
 
 def _lines_before(path: Path, step: int, jumps: Jumps) -> Iterator[bytes]:
