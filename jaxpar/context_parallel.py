@@ -88,11 +88,11 @@ def zig_zag(seq: int, parts: int) -> np.ndarray:
 
 def places(length: int) -> Int[Array, " length"]:
     """Returns the places in the sequence of the ``length`` positions that this device has."""
-    parts = num_parts()
+    parts, of_one = num_parts(), jnp.arange(length)
     if parts == 1:
-        return jnp.arange(length)
+        return of_one
     by_device = zig_zag(parts * length, parts).reshape(parts, length)
-    by_device = jnp.asarray(by_device, jnp.int32)
+    by_device = jnp.asarray(by_device, of_one.dtype)
     return lax.dynamic_index_in_dim(by_device, lax.axis_index(CONTEXT), keepdims=False)
 
 

@@ -97,7 +97,7 @@ def test_a_mesh_without_a_key_and_value_head_for_each_device_generates_what_one_
 
 def test_a_tensor_axis_that_the_heads_do_not_fit_is_refused():
     config = dataclasses.replace(
-        FAMILIES["llama"], num_heads=6, num_kv_heads=3, explicit_head_dim=4
+        FAMILIES["llama"], num_heads=6, num_kv_heads=3, explicit_head_dim=4, vocab_size=24
     )
     for tensor in (4, 12):
         with pytest.raises(
@@ -107,5 +107,7 @@ def test_a_tensor_axis_that_the_heads_do_not_fit_is_refused():
             config.for_tensor(tensor)
     assert [config.for_tensor(tensor).kv_copies for tensor in (1, 2, 3, 6)] == [1, 2, 1, 2]
     config.check_tensor(3)
-    with pytest.raises(ValueError, match=r"head_dim=4, mlp_dim=24\. Choose tensor from 1, 2, 3\."):
+    with pytest.raises(
+        ValueError, match=r"head_dim=4, mlp_dim=24, vocab_rows=24\. Choose tensor from 1, 2, 3\."
+    ):
         config.check_tensor(6)  # the weights of 3 key and value heads are sharded over head_dim

@@ -360,7 +360,7 @@ def test_flags_are_read_behind_the_programs_around_a_recipe(around):
     assert not remarks(job)
     edit(job, "jobset", "main command +", "--dry-run")
     (said,) = remarks(job)
-    assert said.startswith("the recipe has --dry-run: the job checks and compiles, trains nothing")
+    assert said.startswith("the recipe has --dry-run: the job trains nothing")
 
 
 def test_a_service_without_an_address_maps_no_port():

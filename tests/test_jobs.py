@@ -89,6 +89,11 @@ def test_a_schema_that_allows_everything_is_refused(given, message):
         check_manifest(to_jobset(BLOOM), given)
 
 
+def test_a_recipe_that_trains_nothing_is_no_job():
+    with pytest.raises(ValueError, match=r"got recipes/bloom.py, which computes on this machine"):
+        main(["--mesh.data", "16", "--image", "a:1", "recipes/bloom.py"])
+
+
 def test_bloom_s_48_nodes_fit_the_schema_of_a_trainjob():
     check_manifest(to_trainjob(BLOOM), schema(TRAINJOB))
 
@@ -1018,7 +1023,7 @@ def test_flags_that_do_not_do_what_was_meant_in_a_job_of_slurm_are_told(capsys):
         ]
     )
     ends, keeps = capsys.readouterr().err.splitlines()
-    assert ends.startswith("the recipe has --dry-run: the job checks and compiles, trains nothing")
+    assert ends.startswith("the recipe has --dry-run: the job trains nothing")
     assert keeps.startswith(
         "the recipe has --overwrite: JAXPAR_RESUME=if-any, which a job sets, goes on from the checkpoint"
     )
@@ -1039,7 +1044,7 @@ def test_flags_that_do_not_do_what_was_meant_in_a_job_of_slurm_are_told(capsys):
         (
             (*KEPT, "--dry-run"),
             [
-                "the recipe has --dry-run: the job checks and compiles, trains nothing, and ends as if it had. Leave --dry-run"
+                "the recipe has --dry-run: the job trains nothing, and ends as if it had. Leave --dry-run"
             ],
         ),
         ((*KEPT, "--save-hf", "/checkpoints/tuned"), []),

@@ -309,3 +309,44 @@ def test_params_over_replica_and_owned_params_in_mpmd_are_refused():
         ValueError, match=r'replicates params over data; got layers/w_.* Use executor="spmd"'
     ):
         jaxpar.value_and_grad(MODEL, loss, mesh, shardings=owned, executor="mpmd")
+
+
+def if_split(axis, send, otherwise=0.0):
+    """What is sent over an axis where a step splits it, as the page writes layers that send rows to owners."""
+    is_split = axis in jax.sharding.get_abstract_mesh().manual_axes
+    return send() if is_split else otherwise
+
+
+SENT = {
+    "layer over data": ("data", "layer", lambda h: if_split("data", lambda: jax.lax.psum(h, "data"))),
+    "layer by device": ("data", "layer", lambda h: if_split("data", lambda: h * jax.lax.axis_index("data"))),
+    "layer over stage": ("stage", "layer", lambda h: if_split("stage", lambda: jax.lax.psum(h, "stage"))),
+    "embedding over replica": ("replica", "embed", lambda h: if_split("replica", lambda: jax.lax.pmean(h, "replica"))),
+}  # fmt: skip
+
+
+def sending(part, send):
+    plus = lambda function: lambda *given: (lambda h: h + send(h))(function(*given))
+    plain = {"embed": embed, "layer": lambda p, h: h + jnp.tanh(h @ p["router"]) @ p["router"].T}
+    parts = plain | {part: plus(plain[part])}
+    return jaxpar.LayeredModel(**parts, head=MODEL.head)
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_what_is_sent_without_an_owned_param_is_refused_with_its_line(name):
+    axis, part, send = SENT[name]
+    mesh = jaxpar.make_mesh(**{"data": 2, axis: 2})
+    params = init(jax.random.key(0), dtype=jnp.float32)
+    step = jaxpar.value_and_grad(sending(part, send), loss, mesh, num_microbatches=2)
+    message = rf"must send nothing over {axis}, .*; got \w+ at .*test_owned.py"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(step, params, jaxpar.shard_batch(make_batch(0), mesh))
+
+
+def test_a_loss_sends_nothing_beside_params_that_are_owned():
+    run = Run({"data": 2}, init=functools.partial(init, dtype=jnp.float32), begins=False)
+    total = lambda x: if_split("data", lambda: jax.lax.psum(x, "data"), x)
+    summed = lambda *given: tuple(map(total, loss(*given)))
+    step = jaxpar.value_and_grad(MODEL, summed, run.parallel)
+    with pytest.raises(ValueError, match=r"must send nothing over data, .*; got psum\w* at "):
+        jax.eval_shape(step, run.state.params, run.batch())

@@ -835,7 +835,7 @@ def test_weight_decay_spares_biases_norms_and_positions():
                 "--data",
                 "nowhere",
             ],  # before text is read
-            "the tensor axis must divide the heads .*; got --mesh.tensor 8, num_heads=4, .* Choose --mesh.tensor from 1, 2, 4",
+            "the tensor axis must divide the heads, .*; got --mesh.tensor 8, num_heads=4, .* Choose --mesh.tensor from 1, 2, 4",
         ),
         (
             ["--save-hf", "/proc/tuned"],

@@ -1040,3 +1040,19 @@ def test_numbers_that_are_the_same_in_each_trace_are_pure():
     model = lambda params, batch: batch["x"] * params["w"] + table + jax.random.normal(key, (1, 2))
     loss = lambda outputs, batch: (jnp.sum(outputs), jnp.float32(len(outputs)))
     check_pure(model, loss, {"w": jnp.ones((1, 2))}, {"x": np.ones((8, 2), np.float32)})
+
+
+BY_DEVICE = {
+    "counted by the device": lambda h: h * (1.0 + jax.lax.axis_index("context")),
+    "gathered in the order of the devices": lambda h: (
+        h + jax.lax.all_gather(h, "context", axis=1, tiled=True)[:, -1:]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_DEVICE)
+def test_positions_that_are_numbered_by_their_device_are_told(name):
+    is_split = lambda: "context" in jax.sharding.get_abstract_mesh().manual_axes
+    model = gathering(change=lambda h: BY_DEVICE[name](h) if is_split() else h)
+    with pytest.warns(UserWarning, match="which a device has: layer: it .* device"):
+        check_positions(model, OF_TOKENS, GATHERED, SEQUENCES, abstract_mesh(context=2))

@@ -1,5 +1,6 @@
 """Files tokenised once: what an example may be, what is learned of it, what is refused and where, and the cache's safety."""
 
+import errno
 import os
 import shutil
 import stat
@@ -528,3 +529,13 @@ def test_processes_at_once_get_the_same_whole_cache(tmp_path, monkeypatch, locks
 def test_the_cache_is_in_the_users_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache() == tmp_path / "jaxpar" / "tokens"
+
+
+def test_a_cache_without_room_is_named(tmp_path, monkeypatch):
+    def write(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(corpus, "_write", write)
+    file = write_lines(tmp_path / "a.jsonl", {"text": "some words"})
+    with pytest.raises(OSError, match=r"No space left on device: '.*cache'"):
+        tokenise([file], WordTokenizer(), tmp_path / "cache")

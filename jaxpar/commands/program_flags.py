@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path, PurePosixPath
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -69,11 +70,23 @@ def check_program(
         module = load(path)
     except ImportError as error:
         return [f"{name} cannot be loaded on this machine, and its flags are not checked: {error}"]
+    _check_trains(module, name)
     _check_added(module, name, added)
     if other := _other_mesh(name, command, num_devices):
         raise ValueError(f"a recipe's mesh must have the devices of its job; got {other[0]}.")
     _parse(module, name, [*own, *added], num_devices)
     return [*_missed(module, name, withheld), *_for_shells(name, own)]
+
+
+def _check_trains(module: Any, name: str) -> None:
+    """Raises ValueError for a recipe that has a mesh and is no run, such as one that compiles a published layout."""
+    from jaxpar.run.flags import RunFlags  # with JAX
+
+    names = {each.name for each in fields(module.Config)}
+    if "mesh" in names and not issubclass(module.Config, RunFlags):
+        raise ValueError(
+            f"a job runs a recipe that trains; got {name}, which computes on this machine and trains nothing. Run it here."
+        )
 
 
 def _for_shells(name: str, words: Sequence[str]) -> list[str]:

@@ -176,11 +176,23 @@ def tokenise(files: Sequence[Path], tokenizer: Tokenizer, cache: Path) -> Tokeni
     digest = _digest(files, tokenizer)
     folder = cache / f"{digest[:32]}-{LOOKED_FOR}"
     if not folder.exists():
-        _make_cache(cache)
-        with _only_one(cache / f".{folder.name}.lock") as is_alone:
-            if not folder.exists():
-                _make(folder, Examples(files, tokenizer), tokenizer, digest, is_alone)
+        with _naming(cache):
+            _make_cache(cache)
+            with _only_one(cache / f".{folder.name}.lock") as is_alone:
+                if not folder.exists():
+                    _make(folder, Examples(files, tokenizer), tokenizer, digest, is_alone)
     return _open(folder, files, digest)
+
+
+@contextlib.contextmanager
+def _naming(cache: Path) -> Iterator[None]:
+    """Names the cache in the error of a disk that is full, which names no file where one is written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(cache)) from error
 
 
 def _make_cache(cache: Path) -> None:

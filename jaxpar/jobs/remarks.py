@@ -177,13 +177,13 @@ def trains_nothing(command: Sequence[str]) -> Iterator[str]:
     """Yields a line if the command of a recipe ends before it trains."""
     given = [
         flag
-        for flag in ("--dry-run", "--compile-for")
+        for flag in ("--dry-run", "--compile-for", "--predict")
         if flag in {word.partition("=")[0] for word in command}
     ]
     if given:
         yield (
-            f"the recipe has {given[0]}: the job checks and compiles, trains nothing, and ends as if it had. Leave {given[0]} "
-            "out of the job; before it is sent, run the recipe with it on this machine"
+            f"the recipe has {given[0]}: the job trains nothing, and ends as if it had. Leave {given[0]} out of the job, and "
+            "run the recipe with it on this machine"
         )
 
 

@@ -6,7 +6,9 @@
     psum a          a is FREE    FREE    as many times as there are devices
     psum a          a has ROWS   MIXED   rows of one device and others of another are added
 
-Collectives over other axes leave rows where they are. A value that a device sends to another one is not known.
+Collectives over other axes leave rows where they are. A value that a device sends to another one is not known. A sequence is
+cut into pairs of chunks, which `jaxpar.context_parallel` puts in order again: code that numbers the devices itself, or joins
+what they have, is a doubt.
 """
 
 from dataclasses import replace
@@ -76,8 +78,13 @@ def gathered(op: Operation, given: Values) -> Value:
     if not op.joins_rows:
         return op.unknown(given, op.told("it is not known"))
     if value.kind is Kind.ROWS:
-        return Value(growth=value.growth)
+        return _in_order_of_devices(op, value)
     return value if value.is_free else _joined(op, value)
+
+
+def _in_order_of_devices(op: Operation, value: Value) -> Value:
+    why = "" if op.is_of_library else op.told("it joins rows in the order of the devices")
+    return Value(growth=value.growth, why=value.why or why)
 
 
 def exchanged(op: Operation, given: Values) -> Value:
@@ -86,7 +93,7 @@ def exchanged(op: Operation, given: Values) -> Value:
     if not op.joins_rows:
         return op.unknown(given, op.told("it is not known"))
     if value.kind is Kind.ROWS:
-        return Value(growth=value.growth)
+        return _in_order_of_devices(op, value)
     dims = op.varying_out()
     if not value.is_free or len(dims) != 1:
         return _NOT_KNOWN
@@ -101,7 +108,8 @@ def sent(op: Operation, given: Values) -> list[Value]:
     """Of what other devices send, and of the number of the device."""
     count = op.num_outputs
     if op.joins_rows:
-        return [_NOT_KNOWN] * count
+        why = "" if op.is_of_library else op.told("it depends on the number of a device")
+        return [replace(_NOT_KNOWN, why=why)] * count
     if not given:
         return [Value()] * count
     why = op.told("it is not known")

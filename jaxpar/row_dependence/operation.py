@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jaxpar.row_dependence.values import (
 )
 
 Shape = tuple[int, ...]
+_LIBRARY = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,11 @@ class Operation:
     def line(self) -> str:
         """The user's line of code."""
         return source_line(self.few) or self.caller
+
+    @property
+    def is_of_library(self) -> bool:
+        """Whether jaxpar's own code makes it."""
+        return self.line.startswith(_LIBRARY)
 
     def told(self, what: str) -> str:
         """Returns a sentence with the operation and its line."""

@@ -47,7 +47,7 @@ def check_call(step: Step, params: PyTree, batch: PyTree) -> None:
     check_rows(model, loss, params, batch, num_replicas(mesh) * num_microbatches)
     check_positions(model, loss, params, batch, mesh, step.shardings)
     forward = model.apply if is_layered else model
-    check_owned(forward, params, batch, step.shardings, mesh)
+    check_owned(forward, loss, params, batch, step.shardings, mesh)
     if step.trains:
         _warn_of_unread(params, traced.unread)
 

@@ -6,6 +6,7 @@ as it must over ``data`` to params that replicas own (``check_owned``).
 """
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
@@ -16,12 +17,12 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar._compat import equations
+from jaxpar._compat import equations, source_line
 from jaxpar.context_parallel import copies_of_heads
 from jaxpar.data_parallel import batch_specs
 from jaxpar.fields import arg
 from jaxpar.layered_model import OUTER, LayeredModel
-from jaxpar.mesh import CONTEXT, DATA, TENSOR, abstract_mesh, cut_of, entry_axes
+from jaxpar.mesh import CONTEXT, DATA, MANUAL, TENSOR, abstract_mesh, cut_of, entry_axes
 from jaxpar.row_dependence import Kind, Reader, Value, traced
 from jaxpar.row_dependence.values import OTHER_PROGRAM, TORN
 from jaxpar.shard_map import as_on_a_device, manual_over_data_and_stage
@@ -243,6 +244,7 @@ def _of_positions(why: str) -> str:
 
 def check_owned(
     forward: Callable[[PyTree, PyTree], PyTree],
+    loss: Callable,
     params: PyTree,
     batch: PyTree,
     shardings: PyTree,
@@ -250,8 +252,12 @@ def check_owned(
 ) -> None:
     """Raises for a model that sends nothing over ``data`` where it owns params, or over ``context``. Computes nothing.
 
+    Raises too for one, or for a loss, that sends anything over another axis, or numbers its devices: it is given rows of one
+    replica, and a stage, and may do so only where it asks whether an axis is split.
+
     Args:
         forward: The model, ``(params, batch) -> outputs``.
+        loss: The loss.
         params: The params, in the model's order or packed.
         batch: The batch.
         shardings: The NamedShardings of the params, if they are known.
@@ -260,24 +266,37 @@ def check_owned(
     found = jax.tree_util.tree_leaves_with_path(shardings)
     owned = [(path, leaf.spec) for path, leaf in found if cut_of(leaf.spec, DATA) is not None]
     has_owned = bool(owned) and mesh.shape[DATA] > 1
-    is_split = mesh.shape[CONTEXT] > 1
-    if not has_owned and not is_split:
+    split = [axis for axis in MANUAL if mesh.shape[axis] > 1]
+    if not split:
         return
+    whole = lambda params, batch: loss(forward(params, batch), batch)
+    read = partial(_lines_of_collectives, params, batch, shardings, mesh)
     try:
-        axes = _axes_of_collectives(forward, params, batch, shardings, mesh)
+        lines = read(whole)
+        of_model = read(forward) if has_owned else {}
     except (TypeError, ValueError) as error:  # of shapes, as products of matrices raise
         if not has_owned:
             raise
         raise ValueError(_of_owner(*owned[0], params, mesh, str(error).rstrip("."))) from error
-    if is_split and CONTEXT not in axes:
+    if CONTEXT in split and CONTEXT not in lines:
         raise ValueError(
             "each device has a part of every sequence, so layers must gather what they read of other positions; got "
             f"{arg(context=mesh.shape[CONTEXT])} and no collective over context in the model. Give attention the keys and "
             f"values of jaxpar.context_parallel.gather_sequence, or use {arg(context=1)}."
         )
-    if has_owned and DATA not in axes:
+    if has_owned and DATA not in lines:
         got = "no collective over data in the model"
         raise ValueError(_of_owner(*owned[0], params, mesh, got))
+    for axis in split:
+        allowed = len(of_model.get(axis, ())) if axis == DATA else 0
+        found = lines.get(axis, [])[allowed:]
+        if found and axis != CONTEXT:
+            raise ValueError(
+                f"a model and its loss must send nothing over {axis}, nor ask for the number of a device there: both get rows "
+                f"of one replica, and sums over all are made for them; got {found[0]}. Return a number for each row, which "
+                "the loss sums over all rows, or put numbers of all rows into the batch. Params that replicas own have data in "
+                "their shardings (docs/your_model.md, Experts over data)."
+            )
 
 
 def _of_owner(path: tuple, spec: PartitionSpec, params: PyTree, mesh: Mesh, got: str) -> str:
@@ -294,31 +313,40 @@ def _of_owner(path: tuple, spec: PartitionSpec, params: PyTree, mesh: Mesh, got:
     )
 
 
-def _axes_of_collectives(
-    forward: Callable[[PyTree, PyTree], PyTree],
+def _lines_of_collectives(
     params: PyTree,
     batch: PyTree,
     shardings: PyTree,
     mesh: Mesh,
-) -> set[str]:
-    """Returns the manual axes over which a model sends anything, on a shard of the params that are owned."""
+    function: Callable[[PyTree, PyTree], PyTree],
+) -> dict[str, list[str]]:
+    """Returns the manual axes over which a function sends anything, each with the lines of code that do, in their order.
+
+    It is traced on a shard of the params that are owned. The number of a device counts as sent over axes but ``context``.
+    """
 
     def outputless(params: PyTree, batch: PyTree) -> tuple:
-        forward(params, batch)
+        function(params, batch)
         return ()
 
     shapes = jax.eval_shape(lambda *trees: trees, params, batch)
     of_params = PartitionSpec() if shardings is None else jax.tree.map(_over_data, shardings)
     in_specs = of_params, batch_specs(shapes[1], mesh)
     on_shards = manual_over_data_and_stage(outputless, mesh, in_specs=in_specs, out_specs=())
-    axes: set[str] = set()
+    lines: dict[str, list[str]] = defaultdict(list)
     for equation in equations(jax.make_jaxpr(on_shards)(*shapes)):
-        if equation.primitive.name == "axis_index":
-            continue
-        for name in ("axis_name", "axes"):
-            over = equation.params.get(name) or ()
-            axes.update([over] if isinstance(over, str) else over)
-    return axes
+        is_number = equation.primitive.name == "axis_index"
+        for axis in _axes_of(equation):
+            if not (is_number and axis == CONTEXT):
+                lines[axis].append(f"{equation.primitive.name} at {source_line(equation)}")
+    return lines
+
+
+def _axes_of(equation: Any) -> list[str]:
+    """Returns the mesh axes that an operation names."""
+    given = [equation.params.get(name) or () for name in ("axis_name", "axes")]
+    named = [[over] if isinstance(over, str) else over for over in given]
+    return [axis for over in named for axis in over]
 
 
 def _over_data(sharding: NamedSharding) -> PartitionSpec:

@@ -401,16 +401,22 @@ class TransformerConfig:
             "head_dim": self.head_dim,
         }
         sizes |= {} if self.experts else {"mlp_dim": self.hidden_dim}
+        sizes |= {"vocab_rows": self.vocab_rows}
         got = ", ".join(f"{name}={size}" for name, size in sizes.items())
         fitting = filter(self._is_divided, range(1, self.num_heads + 1))
         raise ValueError(
-            "the tensor axis must divide the heads and mlp_dim, and, beyond the key and value heads, head_dim and the query "
-            f"heads of each; got {arg(tensor=tensor)}, {got}. Choose {arg('tensor')} from {', '.join(map(str, fitting))}."
+            "the tensor axis must divide the heads, mlp_dim and the vocabulary, and, beyond the key and value heads, head_dim "
+            f"and the query heads of each; got {arg(tensor=tensor)}, {got}. Choose {arg('tensor')} from "
+            f"{', '.join(map(str, fitting))}."
         )
 
     def _is_divided(self, tensor: int) -> bool:
         copies = tensor // math.gcd(tensor, self.kv_heads)
-        whole = [(self.num_heads, tensor), (self.group_size, copies)]
+        whole = [
+            (self.num_heads, tensor),
+            (self.group_size, copies),
+            (self.vocab_rows, tensor),
+        ]
         whole += (
             [(self.head_dim, tensor)] if copies > 1 else []
         )  # over which weights at rest are sharded
