@@ -198,7 +198,9 @@ def main(config: Config) -> None:
         state = run.begin(
             None if weights is None else partial(model_files.first_state, weights, *first)
         )
-        jaxpar.huggingface.write_description(run.out_dir / "model", shape, source=own.init_from)
+        jaxpar.huggingface.write_description(
+            run.out_dir / "model", shape, source=own.init_from, tokenizer=config.data.tokenizer
+        )
         held_out = batches.held_out_batches(
             common.batch_size, own.eval_rows, test, mesh, schedule.num_microbatches
         )

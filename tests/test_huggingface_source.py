@@ -162,3 +162,14 @@ def test_a_pointer_of_git_lfs_is_named_as_one(tmp_path, name):
             read()
     (tmp_path / name).write_text(pointer * 20)
     assert find_files(tmp_path) == [tmp_path / name], "a text about pointers, longer than one"
+
+
+def test_a_description_keeps_the_tokenizer_that_a_run_reads_by(source, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
+    config = read_config(source)
+    huggingface.write_description(tmp_path / "run", config, source=source, tokenizer=other)
+    written = {path.name for path in (tmp_path / "run").iterdir()}
+    assert written == {"config.json", "generation_config.json", "tokenizer.json"}
+    assert (tmp_path / "run/tokenizer.json").read_bytes() == (other / "tokenizer.json").read_bytes()

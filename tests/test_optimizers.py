@@ -412,6 +412,26 @@ def test_an_optimizer_whose_means_would_count_padding_is_refused_and_the_one_tha
     init_packed(named_in(error))
 
 
+of_layers = lambda factors, leaf: factors.reshape((-1,) + (1,) * (leaf.ndim - 1))
+NUMBERING = {
+    "decay by depth": lambda g: g * of_layers(0.5 ** jnp.arange(len(g)), g),
+    "two that are frozen": lambda g: g.at[:2].set(0),
+    "the last one": lambda g: g * of_layers(1.0 * (jnp.arange(len(g)) == len(g) - 1), g),
+    "shifted": lambda g: g - 0.1 * jnp.roll(g, 1, 0),
+    "added up": lambda g: jnp.cumsum(g, 0),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERING)
+def test_an_optimizer_that_numbers_packed_layers_is_refused_with_its_line(name):
+    each = lambda tree: tree | {"layers": jax.tree.map(NUMBERING[name], tree["layers"])}
+    numbering = optax.chain(optax.stateless(lambda updates, _: each(updates)), optax.sgd(1e-3))
+    message = r"numbers, takes, moves or sorts them: \w+.* at .*test_optimizers.py"
+    with pytest.raises(ValueError, match=message):
+        init_packed(numbering)
+    init_packed(numbering, IN_ORDER)
+
+
 @pytest.mark.parametrize(
     ("layout", "shape", "state"),
     [

@@ -110,6 +110,10 @@ def test_a_folder_of_tokens_is_split_by_its_names(tmp_path):
             "must have a header of 1024 bytes and version 1; got 8 bytes and version 1",
         ),
         (np.array([20240520], "<i4").tobytes(), "got 4 bytes and version None"),
+        (
+            np.arange(64, dtype="<u4").tobytes(),
+            "every second one is 0, as in a file of four bytes each",
+        ),
     ],
 )
 def test_a_file_that_is_no_file_of_tokens_is_refused(tmp_path, content, message):

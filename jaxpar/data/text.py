@@ -30,6 +30,10 @@ from jaxpar.runtime.output import needing_extra, printable
 
 BYTES = 256
 CHECKED_TOKENS = 2**20  # at each end of a part
+LEAST_WIDE, MOST_WIDE = (
+    64,
+    2**20,
+)  # bytes, and tokens at the beginning, by which one of four bytes each is told
 _HEADER_INTS = 256
 # llm.c's header: 256 int32, the first three of them magic, version and number of tokens.
 _LLM_C = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
@@ -217,7 +221,13 @@ def read_tokens(path: Path) -> np.ndarray:
                 f"a .bin without a header holds uint16 tokens, two bytes each; got {size} bytes in {path}. It is truncated, or "
                 "not a file of tokens."
             )
-        return np.memmap(path, "<u2", mode="r")
+        tokens = np.memmap(path, "<u2", mode="r")
+        if size >= LEAST_WIDE and size % 4 == 0 and not tokens[1::2][:MOST_WIDE].any():
+            raise ValueError(
+                f"a .bin without a header holds uint16 tokens, two bytes each; got {path}, in which every second one is 0, as "
+                "in a file of four bytes each. Write them as uint16, or with llm.c's header for four bytes."
+            )
+        return tokens
     version, dtype = _LLM_C[int(header[0])]
     start, width = 4 * _HEADER_INTS, np.dtype(dtype).itemsize
     if len(header) < _HEADER_INTS or int(header[1]) != version:

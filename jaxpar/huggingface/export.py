@@ -53,16 +53,10 @@ from jaxpar.sharding import fetch, path_string
 
 WRITE_SECONDS = 3600.0  # for the last file to reach the disk, while the other processes wait
 GENERATION = "generation_config.json"
-CARRIED = (
-    *(
-        GENERATION,
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "tokenizer.model",
-        "special_tokens_map.json",
-    ),
+OF_MODEL = (GENERATION, "LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md")
+OF_TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
-    *("LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md"),
 )
 REMEDY = "Write a step from before they appeared, such as by --step of `python -m jaxpar export`."
 DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5 and 4
@@ -237,7 +231,11 @@ def _gather(
 
 
 def write_description(
-    folder: Path | str, config: TransformerConfig, *, source: Path | str | None = None
+    folder: Path | str,
+    config: TransformerConfig,
+    *,
+    source: Path | str | None = None,
+    tokenizer: Path | str | None = None,
 ) -> None:
     """Writes a model's folder without its weights, or replaces it; every process must call it, the first one writes.
 
@@ -245,6 +243,7 @@ def write_description(
         folder: The folder, created if needed.
         config: The model.
         source: The folder that the model was read from, whose config.json and tokenizer it keeps; None: a new model.
+        tokenizer: The folder whose tokenizer and chat template it keeps in place of those of the source.
     """
     # A run's own model may have a bias that no family has; it cannot be written with its weights.
     own = {}
@@ -257,7 +256,9 @@ def write_description(
     if jax.process_index() == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
         if source is not None:
-            copy_files(source, Path(folder))
+            copy_files(source, Path(folder), OF_MODEL)
+        if (chosen := tokenizer or source) is not None:
+            copy_files(chosen, Path(folder), OF_TOKENIZER)
         write_json(Path(folder) / CONFIG, about)
     exchange("description written", True)
 
@@ -354,9 +355,11 @@ def stop_tokens(folder: Path | str) -> tuple[int, ...]:
     return ()
 
 
-def copy_files(source: Path | str, folder: Path) -> None:
+def copy_files(
+    source: Path | str, folder: Path, names: Sequence[str] = (*OF_MODEL, *OF_TOKENIZER)
+) -> None:
     """Copies those of the files of the tokenizer, of generation and of the licence that the source has."""
-    for name in CARRIED:
+    for name in names:
         if os.path.lexists(Path(source) / name):
             found = file_inside(source, name)
             if not (folder / name).exists() or not found.samefile(folder / name):

@@ -12,6 +12,13 @@ from typing import NamedTuple
 BY_PART = "it depends on the place of a head, or whatever devices exchange, in the part of one"
 TORN = "it adds up some dims of rows"
 OTHER_PROGRAM = "another program for another number of rows"
+REORDERED = (
+    "it takes some rows",
+    "it moves rows",
+    "it orders or adds up rows",
+    "it puts rows in another order",
+    "some rows are treated otherwise than others",
+)
 
 
 class Kind(IntEnum):

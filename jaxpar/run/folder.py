@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from jaxpar.checkpoint import delete_steps, has_steps
 from jaxpar.fields import arg, switch
-from jaxpar.huggingface.export import CARRIED
+from jaxpar.huggingface.export import OF_MODEL, OF_TOKENIZER
 from jaxpar.huggingface.folder import CONFIG
 from jaxpar.metrics.log import foreign_config, read_metrics
 from jaxpar.run.flags import RunFlags, check_out_dir, own_values
@@ -18,7 +18,7 @@ from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE, is_restarte
 
 CHECKPOINTS = "checkpoints"
 PICTURES, _OTHERS = json.loads(Path(__file__).with_name("own_files.json").read_text()).values()
-OWN_FILES = (*_OTHERS, *PICTURES, *(f"model/{name}" for name in (CONFIG, *CARRIED)))
+OWN_FILES = (*_OTHERS, *PICTURES, *(f"model/{name}" for name in (CONFIG, *OF_MODEL, *OF_TOKENIZER)))
 
 Flags = TypeVar("Flags", bound=RunFlags)
 

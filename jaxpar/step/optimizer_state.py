@@ -12,7 +12,8 @@ state, need no special handling. It is sharded along the dims that it shares wit
 same size, the shared ones are found from the state for other params, whose sizes have the same order but are all different.
 
 The layers of uneven stages are padded with zeros. Sums and norms over a leaf ignore the padding, but means over it do not: an
-optimizer that takes such means is refused. So is one that draws noise for layers which are packed in another order.
+optimizer that takes such means is refused. So is one that draws noise for layers which are packed in another order, or numbers,
+takes, moves or sorts them.
 """
 
 import inspect
@@ -30,6 +31,8 @@ from jaxtyping import PyTree
 from jaxpar._compat import drawn_shapes, literals
 from jaxpar.fields import brief
 from jaxpar.layered_model import is_packed
+from jaxpar.row_dependence import Kind, Reader, Span, Value, traced
+from jaxpar.row_dependence.values import REORDERED
 from jaxpar.sharding import path_string
 
 Optimizer = optax.GradientTransformation | optax.MultiSteps
@@ -256,7 +259,7 @@ def check_packed(optimizer: Optimizer, params: PyTree) -> None:
     if not layouts:
         return
     layout = layouts[0]
-    shorter = _with_one_position_fewer(params)
+    shorter = _with_positions(params, lambda count: count - 1)
     trace = jax.make_jaxpr(partial(first_update, optimizer))
     update, of_shorter = trace(params), trace(shorter)
     if drawn_shapes(update) != drawn_shapes(of_shorter):
@@ -266,6 +269,7 @@ def check_packed(optimizer: Optimizer, params: PyTree) -> None:
             f"layers_per_virtual_stage={layout.layers_per_virtual_stage}. Do not pack them and leave out layout=, with as many "
             "layers on each stage (with chunks they then move between stages in each step), or use an optimizer without noise."
         )
+    _refuse_places(optimizer, params, layout)
     if layout.num_positions == layout.num_layers:
         return
     if _floats(update) != _floats(of_shorter):
@@ -281,20 +285,46 @@ def check_packed(optimizer: Optimizer, params: PyTree) -> None:
         )
 
 
+def _refuse_places(optimizer: Optimizer, params: PyTree, layout: Any) -> None:
+    """Raises for an optimizer that numbers, takes, moves or sorts the layers along their dim, as layer-wise decay does."""
+    twice = _with_positions(params, lambda count: 2 * count)
+    try:
+        jaxprs, _ = traced(partial(first_update, optimizer), (params,), (twice,))
+    except (
+        Exception
+    ):  # of any kind: an optimizer is a function of the user, for as many layers as it was made for
+        return
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(twice), strict=True)
+    given = [Value() if a.shape == b.shape else Value(Kind.ROWS, span=Span(0, 0)) for a, b in pairs]
+    found = Reader(layout.num_positions, 2.0).read(*jaxprs, given)
+    whys = [value.why for value in found if value.place or value.why.startswith(REORDERED)]
+    if whys:
+        line = max(whys).partition(" (")[2].removesuffix(")")
+        raise ValueError(
+            "an optimizer must treat packed layers alike, or by sums over all of them, which are not in the model's order; got "
+            f"one that numbers, takes, moves or sorts them{line and ': ' + line}, and layers packed for "
+            f"num_stages={layout.num_stages}, num_chunks={layout.num_chunks}, "
+            f"layers_per_virtual_stage={layout.layers_per_virtual_stage}. Do not pack them and leave out layout=, with as many "
+            "layers on each stage."
+        )
+
+
 def _floats(jaxpr: Any) -> list[str]:
     is_float = lambda value: jnp.issubdtype(jnp.result_type(value), jnp.inexact)
     return [str(value) for value in literals(jaxpr) if is_float(value)]
 
 
-def _with_one_position_fewer(params: PyTree) -> PyTree:
-    def shorter(leaf: Any) -> jax.ShapeDtypeStruct:
+def _with_positions(params: PyTree, number: Callable[[int], int]) -> PyTree:
+    """Returns the shapes of params whose packed layers have another number of positions."""
+
+    def of_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
         positions, *rest = leaf.shape
-        return jax.ShapeDtypeStruct((positions - 1, *rest), leaf.dtype)
+        return jax.ShapeDtypeStruct((number(positions), *rest), leaf.dtype)
 
     def of_node(node: Any) -> Any:
         if not is_packed(node):
             return node
-        return replace(node, tree=jax.tree.map(shorter, node.tree))
+        return replace(node, tree=jax.tree.map(of_leaf, node.tree))
 
     return jax.tree.map(of_node, params, is_leaf=is_packed)
 
