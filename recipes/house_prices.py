@@ -85,9 +85,21 @@ def loss(predictions: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array
     return jaxpar.losses.squared_error(predictions, batch["target"], batch["weight"])
 
 
+def check_predicts_alone(flags: Recipe) -> None:
+    """Raises where a prediction is asked for with flags of a training: the saved model has its own features."""
+    names = ("csv", "features", "target", "folds")
+    given = [name for name in names if getattr(flags, name) != getattr(Recipe, name)]
+    if given:
+        raise ValueError(
+            "--predict takes the model of --out-dir, which has its features and learned from its table; got "
+            f"{' '.join(f'--{name}' for name in given)} too. Leave them out."
+        )
+
+
 def main(config: Config) -> None:
     if config.recipe.predict is not None:
         with checks():
+            check_predicts_alone(config.recipe)
             prediction = describe_prediction(config.common.out_dir, config.recipe.predict)
         return say(prediction)
 

@@ -362,6 +362,14 @@ def test_predictions_must_have_a_value_a_feature(trained, capsys):
         assert capsys.readouterr().err == f"error: {message}\n"
 
 
+def test_predictions_take_no_flags_of_a_training(trained, capsys):
+    given = ("--predict", "1650", "3", "--features", "bedrooms", "area_ft2")
+    with pytest.raises(SystemExit, match="2"):
+        run(trained["data=8"], *given)
+    assert "--predict takes the model of --out-dir, " in (said := capsys.readouterr().err)
+    assert "got --features too. Leave them out." in said
+
+
 def test_predictions_need_a_saved_run(tmp_path, capsys):
     message = f"--predict needs a run that has ended; got no model.json in {tmp_path}. Train first, or name its folder by"
     assert message in refused(capsys, tmp_path, "--predict", "1650", "3")
