@@ -222,7 +222,8 @@ def read_tokens(path: Path) -> np.ndarray:
                 "not a file of tokens."
             )
         tokens = np.memmap(path, "<u2", mode="r")
-        if size >= LEAST_WIDE and size % 4 == 0 and not tokens[1::2][:MOST_WIDE].any():
+        first, second = tokens[::2][:MOST_WIDE], tokens[1::2][:MOST_WIDE]
+        if size >= LEAST_WIDE and size % 4 == 0 and first.any() and not second.any():
             raise ValueError(
                 f"a .bin without a header holds uint16 tokens, two bytes each; got {path}, in which every second one is 0, as "
                 "in a file of four bytes each. Write them as uint16, or with llm.c's header for four bytes."
