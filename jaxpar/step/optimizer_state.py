@@ -290,9 +290,7 @@ def _refuse_places(optimizer: Optimizer, params: PyTree, layout: Any) -> None:
     twice = _with_positions(params, lambda count: 2 * count)
     try:
         jaxprs, _ = traced(partial(first_update, optimizer), (params,), (twice,))
-    except (
-        Exception
-    ):  # of any kind: an optimizer is a function of the user, for as many layers as it was made for
+    except Exception:  # of any kind: an optimizer of the user may be made for so many layers
         return
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(twice), strict=True)
     given = [Value() if a.shape == b.shape else Value(Kind.ROWS, span=Span(0, 0)) for a, b in pairs]

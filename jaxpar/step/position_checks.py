@@ -252,14 +252,14 @@ def check_owned(
 ) -> None:
     """Raises for a model that sends nothing over ``data`` where it owns params, or over ``context``. Computes nothing.
 
-    Raises too for one, or for a loss, that sends anything over another axis, or numbers its devices: it is given rows of one
-    replica, and a stage, and may do so only where it asks whether an axis is split.
+    Raises too for one, or for a loss, that sends anything over another axis, or numbers its devices, where it asks whether the
+    axis is split: else it cannot name one.
 
     Args:
         forward: The model, ``(params, batch) -> outputs``.
         loss: The loss.
         params: The params, in the model's order or packed.
-        batch: The batch.
+        batch: A microbatch of all replicas.
         shardings: The NamedShardings of the params, if they are known.
         mesh: The mesh.
     """
@@ -289,11 +289,11 @@ def check_owned(
         raise ValueError(_of_owner(*owned[0], params, mesh, got))
     for axis in split:
         allowed = len(of_model.get(axis, ())) if axis == DATA else 0
-        found = lines.get(axis, [])[allowed:]
-        if found and axis != CONTEXT:
+        sent = lines.get(axis, [])[allowed:]
+        if sent and axis != CONTEXT:
             raise ValueError(
                 f"a model and its loss must send nothing over {axis}, nor ask for the number of a device there: both get rows "
-                f"of one replica, and sums over all are made for them; got {found[0]}. Return a number for each row, which "
+                f"of one replica, and sums over all are made for them; got {sent[0]}. Return a number for each row, which "
                 "the loss sums over all rows, or put numbers of all rows into the batch. Params that replicas own have data in "
                 "their shardings (docs/your_model.md, Experts over data)."
             )
