@@ -432,6 +432,21 @@ def test_an_optimizer_that_numbers_packed_layers_is_refused_with_its_line(name):
     init_packed(numbering, IN_ORDER)
 
 
+COUNTING = {
+    "a count": lambda g: g / jnp.sum(jnp.ones_like(g)),
+    "the least": lambda g: g * (1 + jnp.min(jnp.abs(g))),
+}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_an_optimizer_that_would_count_padding_is_refused(name):
+    each = lambda tree: tree | {"layers": jax.tree.map(COUNTING[name], tree["layers"])}
+    counting = optax.chain(optax.stateless(lambda updates, _: each(updates)), optax.sgd(1e-3))
+    with pytest.raises(ValueError, match=r"would count the padding .*; got 3 layers in 4 positions"):
+        init_packed(counting)
+    init_packed(counting, IN_ORDER)
+
+
 @pytest.mark.parametrize(
     ("layout", "shape", "state"),
     [

@@ -269,7 +269,8 @@ def check_packed(optimizer: Optimizer, params: PyTree) -> None:
             f"layers_per_virtual_stage={layout.layers_per_virtual_stage}. Do not pack them and leave out layout=, with as many "
             "layers on each stage (with chunks they then move between stages in each step), or use an optimizer without noise."
         )
-    _refuse_places(optimizer, params, layout)
+    values = _read_of_layers(optimizer, params, shorter, layout)
+    _refuse_places(values, layout)
     if layout.num_positions == layout.num_layers:
         return
     if _floats(update) != _floats(of_shorter):
@@ -283,18 +284,35 @@ def check_packed(optimizer: Optimizer, params: PyTree) -> None:
             f"got {got}. Spread the layers evenly, or use an optimizer without such means "
             f"(optax.adafactor(rate, {factored}clipping_threshold=None, multiply_by_parameter_scale=False))."
         )
+    _refuse_counts(values, layout)
 
 
-def _refuse_places(optimizer: Optimizer, params: PyTree, layout: Any) -> None:
-    """Raises for an optimizer that numbers, takes, moves or sorts the layers along their dim, as layer-wise decay does."""
-    twice = _with_positions(params, lambda count: 2 * count)
-    try:
-        jaxprs, _ = traced(partial(first_update, optimizer), (params,), (twice,))
-    except Exception:  # of any kind: an optimizer of the user may be made for so many layers
-        return
-    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(twice), strict=True)
+def _read_of_layers(
+    optimizer: Optimizer, params: PyTree, shorter: PyTree, layout: Any
+) -> list[Value]:
+    """Returns how what an optimizer makes depends on the positions of packed layers; nothing where it takes no other number."""
+    count = layout.num_positions
+    pairs = zip(jax.tree.leaves(shorter), jax.tree.leaves(params), strict=True)
     given = [Value() if a.shape == b.shape else Value(Kind.ROWS, span=Span(0, 0)) for a, b in pairs]
-    found = Reader(layout.num_positions, 2.0).read(*jaxprs, given)
+    try:
+        jaxprs, _ = traced(partial(first_update, optimizer), (shorter,), (params,))
+        return Reader(count - 1, count / (count - 1)).read(*jaxprs, given)
+    except Exception:  # of any kind: another program, where an optimizer is made for so many layers
+        return []
+
+
+def _refuse_counts(found: Sequence[Value], layout: Any) -> None:
+    """Raises for an optimizer whose updates depend on the number of positions, or on the least number in them: padding is 0."""
+    is_counted = lambda value: value.growth not in (1.0, None)
+    if any(is_counted(value) or "(reduce_min at " in value.why for value in found):
+        raise ValueError(
+            "an optimizer that counts the layers, or takes the least number of them, would count the padding of uneven stages; "
+            f"got {layout.num_layers} layers in {layout.num_positions} positions. Spread the layers evenly."
+        )
+
+
+def _refuse_places(found: Sequence[Value], layout: Any) -> None:
+    """Raises for an optimizer that numbers, takes, moves or sorts the layers along their dim, as layer-wise decay does."""
     whys = [value.why for value in found if value.place or value.why.startswith(REORDERED)]
     if whys:
         line = max(whys).partition(" (")[2].removesuffix(")")
