@@ -442,7 +442,9 @@ COUNTING = {
 def test_an_optimizer_that_would_count_padding_is_refused(name):
     each = lambda tree: tree | {"layers": jax.tree.map(COUNTING[name], tree["layers"])}
     counting = optax.chain(optax.stateless(lambda updates, _: each(updates)), optax.sgd(1e-3))
-    with pytest.raises(ValueError, match=r"would count the padding .*; got 3 layers in 4 positions"):
+    with pytest.raises(
+        ValueError, match=r"would count the padding .*; got 3 layers in 4 positions"
+    ):
         init_packed(counting)
     init_packed(counting, IN_ORDER)
 
