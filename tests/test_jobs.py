@@ -79,6 +79,10 @@ def test_the_schema_may_be_the_definition_that_a_cluster_writes():
     [
         (crd("TrainJob"), "must be that of the manifest, JobSet v1alpha2; got TrainJob v1alpha2"),
         (crd(version="v1"), "must be that of the manifest, JobSet v1alpha2; got JobSet v1\\."),
+        (
+            {"kind": "CustomResourceDefinition"},
+            "must have spec.names.kind .*; got one without 'spec'",
+        ),
         ({}, "with its spec; got one of nothing, which allows everything"),
         ({"kind": "List", "items": []}, "with its spec; got one of kind, items, which allows"),
         ({"type": "object"}, "with its spec; got one of type, which allows everything"),

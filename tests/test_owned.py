@@ -350,3 +350,21 @@ def test_a_loss_sends_nothing_beside_params_that_are_owned():
     step = jaxpar.value_and_grad(MODEL, summed, run.parallel)
     with pytest.raises(ValueError, match=r"must send nothing over data, .*; got psum\w* at "):
         jax.eval_shape(step, run.state.params, run.batch())
+
+
+def test_rows_that_are_sent_without_shardings_are_told_what_value_and_grad_lacks():
+    def layer(p, h):
+        rows = jnp.broadcast_to(h[None], (EXPERTS // len(p["w_up"]), *h.shape))
+        return if_split("data", lambda: jax.lax.all_to_all(rows, "data", 0, 0)[0], h)
+
+    model = jaxpar.LayeredModel(embed, layer, MODEL.head)
+    params = init(jax.random.key(0), dtype=jnp.float32)
+    mesh = jaxpar.make_mesh(data=2)
+    with pytest.raises(ValueError, match="all_to_all") as raised:
+        jax.eval_shape(
+            jaxpar.value_and_grad(model, loss, mesh),
+            params,
+            jaxpar.shard_batch(make_batch(0), mesh),
+        )
+    told = "\n".join(raised.value.__notes__)
+    assert "Layers that send rows to the owners of a param need jaxpar.Parallel" in told

@@ -30,10 +30,8 @@ from jaxpar.runtime.output import needing_extra, printable
 
 BYTES = 256
 CHECKED_TOKENS = 2**20  # at each end of a part
-LEAST_WIDE, MOST_WIDE = (
-    64,
-    2**20,
-)  # bytes, and tokens at the beginning, by which one of four bytes each is told
+LEAST_WIDE = 64  # bytes of a .bin that is looked at for tokens of four bytes each
+MOST_WIDE = 2**20  # tokens at its beginning that are looked at
 _HEADER_INTS = 256
 # llm.c's header: 256 int32, the first three of them magic, version and number of tokens.
 _LLM_C = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}

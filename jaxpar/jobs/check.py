@@ -183,14 +183,20 @@ def _schema_of_kind(given: Mapping[str, Any], manifest: Mapping[str, Any]) -> Ma
     """
     kind, version = kind_of(manifest), str(manifest.get("apiVersion")).rpartition("/")[2]
     if given.get("kind") == "CustomResourceDefinition":
-        of, versions = given["spec"]["names"]["kind"], given["spec"]["versions"]
-        found = [each["schema"]["openAPIV3Schema"] for each in versions if each["name"] == version]
-        if of != kind or not found:
-            names = ", ".join(printable(str(each["name"])) for each in versions)
+        try:
+            of, versions = given["spec"]["names"]["kind"], given["spec"]["versions"]
+            schemas = {each["name"]: each["schema"]["openAPIV3Schema"] for each in versions}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                "a CustomResourceDefinition must have spec.names.kind and a schema for each of spec.versions; got one without "
+                f"{error}. Take it from the cluster."
+            ) from error
+        if of != kind or version not in schemas:
+            names = ", ".join(printable(str(each)) for each in schemas)
             raise ValueError(
                 f"a schema must be that of the manifest, {kind} {version}; got {printable(str(of))} {names}. Give its own."
             )
-        return found[0]
+        return schemas[version]
     properties = given.get("properties")
     if not isinstance(properties, Mapping) or "spec" not in properties:
         raise ValueError(

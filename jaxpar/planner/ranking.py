@@ -92,9 +92,8 @@ def plan(
         memory_headroom=memory_headroom,
     )
     check_fixed(fixed, executor, batch_size, top, shape)
-    plans = best_plans(
-        estimator, fixed, max(TOP, top)
-    )  # as many for any number: the best is the same
+    # As many for any smaller number, so that the best is the same.
+    plans = best_plans(estimator, fixed, max(TOP, top))
     if not plans:
         raise ValueError(why_nothing(estimator, fixed))
     best = plans[0]

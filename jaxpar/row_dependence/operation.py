@@ -1,6 +1,7 @@
 """An operation as it is in both jaxprs, for few rows and for many, and the results that its rules have in common."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -22,7 +23,7 @@ from jaxpar.row_dependence.values import (
 )
 
 Shape = tuple[int, ...]
-_LIBRARY = str(Path(__file__).parents[1])
+LIBRARY = f"{Path(__file__).parents[1]}{os.sep}"  # the folder of jaxpar, in a line of its code
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Operation:
     @property
     def is_of_library(self) -> bool:
         """Whether jaxpar's own code makes it."""
-        return self.line.startswith(_LIBRARY)
+        return self.line.startswith(LIBRARY)
 
     def told(self, what: str) -> str:
         """Returns a sentence with the operation and its line."""

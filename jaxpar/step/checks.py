@@ -17,10 +17,6 @@ from jaxpar.step.row_checks import check_rows, resized, shapes_of, size_of
 from jaxpar.trainable import check_params, is_frozen
 
 SHOWN = 4
-UNOWNED = (
-    "value_and_grad was given a mesh and no shardings, so each replica has all params whole here. Layers that send rows to the "
-    "owners of a param need jaxpar.Parallel(mesh, shardings), with data in the sharding of that param."
-)
 
 
 def check_call(step: Step, params: PyTree, batch: PyTree) -> None:
@@ -36,12 +32,7 @@ def check_call(step: Step, params: PyTree, batch: PyTree) -> None:
     if is_layered:
         num_layers(params)
     check_loss(loss, output_shapes(model, params, batch), batch, has_aux=step.has_aux)
-    try:
-        traced = step.traced_loss(params, batch)  # refuses what cannot run on the mesh
-    except ValueError as error:
-        if step.shardings is None and mesh.shape[DATA] > 1 and "all_to_all" in str(error):
-            error.add_note(UNOWNED)
-        raise
+    traced = step.traced_loss(params, batch)  # refuses what cannot run on the mesh
     if step.trains:
         _check_reads_some(params, traced.unread)
     check_rows(model, loss, params, batch, num_replicas(mesh) * num_microbatches)

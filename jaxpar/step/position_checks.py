@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from jaxpar.fields import arg
 from jaxpar.layered_model import OUTER, LayeredModel
 from jaxpar.mesh import CONTEXT, DATA, MANUAL, TENSOR, abstract_mesh, cut_of, entry_axes
 from jaxpar.row_dependence import Kind, Reader, Value, traced
+from jaxpar.row_dependence.operation import LIBRARY
 from jaxpar.row_dependence.values import OTHER_PROGRAM, TORN
 from jaxpar.shard_map import as_on_a_device, manual_over_data_and_stage
 from jaxpar.sharding import path_string
@@ -39,8 +39,11 @@ from jaxpar.step.row_checks import (
     size_of,
 )
 
+UNOWNED = (
+    "value_and_grad was given a mesh and no shardings, so each replica has all params whole here. Layers that send rows to the "
+    "owners of a param need jaxpar.Parallel(mesh, shardings), with data in the sharding of that param."
+)
 _UNKNOWN = Value(Kind.UNKNOWN, None)
-_OWN = str(Path(__file__).parents[1])  # the folder of jaxpar, in a line of its code
 
 
 def check_positions(
@@ -109,7 +112,7 @@ def _warn(found: Found) -> None:
     The library's own models are right where they do otherwise on another number of devices, such as send copies of heads, and
     where a kernel takes positions in groups.
     """
-    is_right = lambda doubt: _OWN in doubt and (OTHER_PROGRAM in doubt or TORN in doubt)
+    is_right = lambda doubt: LIBRARY in doubt and (OTHER_PROGRAM in doubt or TORN in doubt)
     doubts = [each for each in found.doubts if not is_right(each)]
     if doubts and jax.process_index() == 0:
         warnings.warn(
@@ -276,6 +279,8 @@ def check_owned(
         of_model = read(forward) if has_owned else {}
     except (TypeError, ValueError) as error:  # of shapes, as products of matrices raise
         if not has_owned:
+            if shardings is None and DATA in split:
+                error.add_note(UNOWNED)
             raise
         raise ValueError(_of_owner(*owned[0], params, mesh, str(error).rstrip("."))) from error
     if CONTEXT in split and CONTEXT not in lines:

@@ -417,10 +417,10 @@ class TransformerConfig:
             (self.group_size, copies),
             (self.vocab_rows, tensor),
         ]
-        whole += (
-            [(self.head_dim, tensor)] if copies > 1 else []
-        )  # over which weights at rest are sharded
-        whole += [] if self.experts else [(self.hidden_dim, tensor)]
+        if copies > 1:  # weights at rest are then sharded over head_dim
+            whole.append((self.head_dim, tensor))
+        if not self.experts:
+            whole.append((self.hidden_dim, tensor))
         return all(size % count == 0 for size, count in whole)
 
 
