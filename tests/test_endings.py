@@ -165,7 +165,7 @@ def test_a_process_says_once_that_another_one_has_ended(monkeypatch, capfd):
     wait_until(lambda: said.append(capfd.readouterr().err) or "".join(said))
     watch.stop()
     assert "".join(said).startswith(
-        "process 1 of 2 has ended its program while this one runs: it waits 600 s"
+        "process 1 of 2 has ended its program while this one runs: it waits up to 600 s"
     )
     assert capfd.readouterr().err == ""
 

@@ -102,6 +102,7 @@ def test_published_configs_are_the_presets(name, tmp_path):
         ("gpt2", {"n_head": None}, "config.json must have n_head; got nothing in"),
         ("gpt2", {"hidden_size": 13}, "keys of one meaning must agree; got {'n_embd': 12, 'hidden_size': 13}"),
         ("gpt2", {"layer_norm_epsilon": -1}, "layer_norm_epsilon must be a positive number; got -1"),
+        ("granite", {"attention_multiplier": None}, "attention_multiplier must be a positive number; got None in"),
         ("gpt2", {"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon must be a positive number; got nan"),
         ("gpt2", {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false; got 'yes'"),
         ("gpt2", {"sliding_window": 4}, r"key of a gpt2's config.json must be known.*; got sliding_window=4 in .*ignore="),

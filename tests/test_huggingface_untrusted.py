@@ -24,6 +24,11 @@ from tests.support.tiny_transformer import FAMILIES, shardings
     ("changes", "remove", "message"),
     [
         ({}, ["transformer.h.1.ln_1.bias"], r"every tensor of its model; got none for 'transformer.h.1.ln_1.bias' in .*gpt2"),
+        (
+            {"_orig_mod.transformer.h.1.ln_1.bias": np.ones(12, np.float32)},
+            ["transformer.h.1.ln_1.bias"],
+            r"in .*gpt2, which has _orig_mod.transformer.h.1.ln_1.bias. Save the model itself, without the wrapper",
+        ),
         ({"transformer.h.2.ln_1.bias": np.ones(12)}, [], r"must belong to the model; got 'transformer.h.2.ln_1.bias' in"),
         ({"lm_head.bias": np.ones(24)}, [], "must belong to the model; got 'lm_head.bias' in"),
         ({"transformer.h.0.attn.bias.x": np.ones(2)}, [], "must belong to the model; got 'transformer.h.0.attn.bias.x' in"),

@@ -622,6 +622,18 @@ def test_an_out_dir_that_is_a_file_is_refused(tmp_path, capsys):
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
+def test_an_out_dir_that_is_a_link_to_nothing_is_refused_before_anything_is_compiled(
+    tmp_path, capsys
+):
+    link = tmp_path / "volume"
+    link.symlink_to(tmp_path / "not-mounted")
+    with pytest.raises(SystemExit, match="2"):
+        run(link)
+    said = capsys.readouterr()
+    assert f"got {link}, but {link} is a link to nothing" in said.err
+    assert "compiled" not in said.out
+
+
 def test_an_out_dir_in_which_no_file_can_be_made_is_refused_before_anything_is_compiled(capsys):
     with pytest.raises(SystemExit, match="2"):
         run(Path("/proc/run"))

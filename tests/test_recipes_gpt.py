@@ -608,7 +608,7 @@ def test_tokens_of_another_vocabulary_are_refused_before_the_first_step(run, tmp
         run(tmp_path / "none", "--init-from", str(LLAMA), "--data", str(tokens))
     assert stop.value.code == 2
     assert (
-        "tokens must be below the model's vocab_size; got 3599, vocab_size=24"
+        "tokens must be from 0 to below the model's vocab_size; got 3599, vocab_size=24"
         in capsys.readouterr().err
     )
 

@@ -174,8 +174,14 @@ def test_labels_and_documents_are_optional_and_no_target_crosses_a_document():
             {"input_ids": [1] * 9, "targets": [1] * 9},
             "seq=8 must have from 1 to 8 input_ids, and as many targets and",
         ),
-        ({"input_ids": [1, 100]}, "must be below the model's vocab_size; got 100, vocab_size=100"),
-        ({"input_ids": [1, 2], "labels": [1, -7]}, "must be below the model's vocab_size; got -7"),
+        (
+            {"input_ids": [1, 100]},
+            "must be from 0 to below the model's vocab_size; got 100, vocab_size=100. Choose",
+        ),
+        (
+            {"input_ids": [1, 2], "labels": [1, -7]},
+            r"must be from 0 to below the model's vocab_size; got -7, .*\. Write them again\.",
+        ),
     ],
 )
 def test_a_record_that_cannot_be_used_is_refused_with_its_number(record, message):

@@ -541,6 +541,7 @@ def test_a_wrong_conversation_is_a_400(chat, messages, message):
             "messages",
             "half of a surrogate pair",
         ),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1; got 0. Give such as 16."),
     ],
 )
 def test_the_field_that_is_wrong_is_the_one_that_was_sent(chat, fields, param, message):

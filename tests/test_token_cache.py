@@ -109,6 +109,7 @@ def test_a_text_file_is_one_document_however_long(tmp_path):
         ("[", r"in .*a.jsonl:2. A .jsonl has an object a line; if the file is one list of objects, name it .json."),
         ('[{"text": "a"}]', r"A .jsonl has an object a line; if the file is one list .*a.jsonl:2"),
         ('{"txt": "a"}', r'must have "text", or "prompt" and "completion", or "messages", .*; got the fields txt. .*a.jsonl:2'),
+        ('{"input_ids": [1, 2]}', r"got the fields input_ids. Put records of tokens into a folder of their own. It is in"),
         ('{"text": "a", "messages": []}', r"got the fields messages, text. Rename or remove fields. It is in .*a.jsonl:2"),
         ('{"text": 3}', r'"text" must be a string; got 3\. .*a.jsonl:2'),
         (r'{"text": "\ud800"}', r'"text" must be valid Unicode; got half of a surrogate pair. .*a.jsonl:2'),

@@ -202,10 +202,15 @@ def check_vocabulary(
             if not 0 <= wrong < vocab_size:
                 first = start + int(np.argmax(block == wrong))
                 place = "" if place_of is None else f" in {place_of(first)}"
+                remedy = (
+                    "Write them again."
+                    if wrong < 0
+                    else "Choose the vocab_size of the tokenizer that wrote them; for tokens that were added to the tokenizer "
+                    "of a model of transformers, enlarge its embedding first, by model.resize_token_embeddings(...)."
+                )
                 raise ValueError(
-                    f"tokens must be below the model's vocab_size; got {wrong}, vocab_size={vocab_size}{place}. Choose the "
-                    "vocab_size of the tokenizer that wrote them; for tokens that were added to the tokenizer of a model of "
-                    "transformers, enlarge its embedding first, by model.resize_token_embeddings(...)."
+                    "tokens must be from 0 to below the model's vocab_size; got "
+                    f"{wrong}, vocab_size={vocab_size}{place}. {remedy}"
                 )
 
 

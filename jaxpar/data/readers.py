@@ -57,9 +57,14 @@ def kind_of(example: Any) -> tuple[str, ...]:
         if found:
             break
     names = ", ".join(sorted(printable(str(name)) for name in example)) or "none"
+    remedy = (
+        "Put records of tokens into a folder of their own."
+        if "input_ids" in example
+        else "Rename or remove fields."
+    )
     raise ValueError(
         'an example must have "text", or "prompt" and "completion", or "messages", or "instruction" and "output", or '
-        f'"conversations"; got the fields {names}. Rename or remove fields.'
+        f'"conversations"; got the fields {names}. {remedy}'
     )
 
 

@@ -95,7 +95,7 @@ class RecordRows(RowSource):
             try:
                 tokens, targets, segments = self._columns(self._records[number])
             except ValueError as error:
-                raise ValueError(f"{error} It is record {number + 1}.") from error
+                raise ValueError(f"{error} {place_text(self._records, number)}") from error
             count = len(tokens)
             found["tokens"][index, :count] = tokens
             found["targets"][index, :count] = targets
@@ -110,7 +110,7 @@ class RecordRows(RowSource):
             raise ValueError(
                 "a row must not have more documents than the model is told, its padding included; got "
                 f"{count}, {arg(max_documents=most)}. Choose {arg(max_documents=int(count))} or more, or leave it out. "
-                f"It is record {number + 1}."
+                f"{place_text(self._records, number)}"
             )
 
     def _columns(self, record: Mapping[str, Any]) -> list[np.ndarray]:
@@ -155,7 +155,15 @@ def tokens_of(records: RandomAccess, number: int) -> np.ndarray:
         check_has_tokens(record)
         return _integers(record["input_ids"], "input_ids")
     except ValueError as error:
-        raise ValueError(f"{error} It is record {number + 1}.") from error
+        raise ValueError(f"{error} {place_text(records, number)}") from error
+
+
+def place_text(records: RandomAccess, number: int) -> str:
+    """Returns a sentence that names a record, and its file if it is known."""
+    if isinstance(records, Records) and records.files:
+        file, number = records.place(number)
+        return f"It is record {number + 1} of {printable(str(file))}."
+    return f"It is record {number + 1}."
 
 
 def check_has_tokens(record: Any) -> None:
@@ -252,6 +260,11 @@ class Records:
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         file, place = locate(self._starts, index)
         return self._reads[file](place)
+
+    def place(self, index: int) -> tuple[Path, int]:
+        """Returns the file of a record, and its number there."""
+        file, place = locate(self._starts, index)
+        return self.files[file], place
 
 
 def _open(file: Path) -> Opened:

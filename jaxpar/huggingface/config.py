@@ -88,7 +88,7 @@ def read_config(
     found: dict[str, Any] = {
         field: read.size(*keys) for field, keys in family.sizes.items()
     } | family.fixed
-    found |= {field: read.positive(key) for field, key in family.numbers.items()}
+    found |= {field: read.number(key) for field, key in family.numbers.items()}
     if found.get("num_kv_heads") == found["num_heads"]:
         found["num_kv_heads"] = None
     found |= {

@@ -195,6 +195,12 @@ class Reader:
         right = lambda value: type(value) in (int, float) and 0 < value < 1e300
         return float(self._value(key, default, right, "a positive number"))
 
+    def number(self, key: str) -> float:
+        """Returns a finite number above 0, which may be absent but not null: transformers would compute with null as it is."""
+        if key in self.given and self.given[key] is None:
+            self._check(key, None, right=False, rule="a positive number")
+        return self.positive(key)
+
     def share(self, key: str, *, default: float) -> float:
         """Returns a finite number of 0 or more."""
         right = lambda value: type(value) in (int, float) and 0 <= value < 1e300

@@ -332,9 +332,16 @@ def _check_tensors(tensors: Tensors, config: TransformerConfig, folder: Path) ->
             )
     wanted = {name: piece.shape for name, (_, _, piece) in tensors_of(config)}
     if missing := sorted(wanted.keys() - tensors.keys()):
+        like = next((name for name in sorted(tensors) if name.endswith(f".{missing[0]}")), None)
+        there = "" if like is None else f", which has {like}"
+        remedy = (
+            "Read the config of the same folder, or download it again."
+            if like is None
+            else "Save the model itself, without the wrapper that adds to its names: that of torch.compile is _orig_mod, and "
+            "peft's is merged by merge_and_unload()."
+        )
         raise ValueError(
-            f"a folder must hold every tensor of its model; got none for {shorten(missing)} in {folder}. Read the config of "
-            "the same folder, or download it again."
+            f"a folder must hold every tensor of its model; got none for {shorten(missing)} in {folder}{there}. {remedy}"
         )
     kind = family_of(config)
     known = re.compile(FAMILIES[kind].not_params)

@@ -407,14 +407,16 @@ def check_out_dir(out_dir: Path, flag: str | None = None) -> None:
     """Raises ValueError unless the folder of a flag, by default --out-dir, is a writable folder, or can be created."""
     try:
         there = next(
-            path for path in (out_dir.absolute(), *out_dir.absolute().parents) if path.exists()
+            path
+            for path in (out_dir.absolute(), *out_dir.absolute().parents)
+            if path.exists() or path.is_symlink()
         )
     except OSError as error:  # such as a name that is too long
         raise ValueError(
             f"{flag or arg('out_dir')} must be a folder that can be written to; got {brief(str(out_dir))}: {error.strerror}. "
             "Name another."
         ) from error
-    why = "" if there.is_dir() else "is a file"
+    why = "" if there.is_dir() else "is a file" if there.exists() else "is a link to nothing"
     if not why:
         try:
             with tempfile.TemporaryFile(

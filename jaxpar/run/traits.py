@@ -279,8 +279,10 @@ def _other_numbers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     new, old = (numbers[:SHOWN] for numbers in _apart(saved, now))
     if not new and not old:
         return "its update has the same numbers in other places"
-    listed = lambda numbers: printable(brief(", ".join(numbers))) or "none"
-    return f"its update computes with {listed(new)} where that of the saved one has {listed(old)}"
+    listed = lambda numbers: printable(brief(", ".join(numbers)))
+    if not old:
+        return f"its update computes with {listed(new)}, that of the saved one not"
+    return f"its update computes with {listed(new) or 'none'} where that of the saved one has {listed(old)}"
 
 
 def _apart(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:

@@ -219,8 +219,8 @@ class EndWatch:
         now = time.monotonic()
         if since is not None and since <= now - SECONDS_TO_TELL:
             tell(
-                f"{describe_end(told)} while this one runs: it waits {told['seconds']} s for the others, and no step or "
-                "collective can be done without it"
+                f"{describe_end(told)} while this one runs: it waits up to {told['seconds']} s for this one to end "
+                "too, which can do no step or collective without it"
             )
             return float("inf")
         return now if since is None else since
