@@ -24,13 +24,14 @@ embedding or a loss that pairs neighbours, such as by ``tokens[:, 1:]``, does no
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Int, PyTree, Shaped
 
 from jaxpar._compat import trace_context
 from jaxpar.devices import traced_platform
@@ -51,23 +52,49 @@ def num_parts() -> int:
     return mesh.shape[CONTEXT] if CONTEXT in mesh.manual_axes else 1
 
 
-def check_are_sequences(shapes: Mapping[str, tuple[int, ...]], named: Collection[str]) -> None:
+def sequence_length(batch: PyTree) -> int:
+    """Returns the number of positions of the sequences of a batch; arrays of two dims and another length belong to rows.
+
+    It is that of the ``positions`` of a dict, else of the first array of two dims; 0 if there is none.
+    """
+    leaves = [batch["positions"]] if _has_positions(batch) else jax.tree.leaves(batch)
+    return next((jnp.shape(leaf)[1] for leaf in leaves if jnp.ndim(leaf) > 1), 0)
+
+
+def _has_positions(batch: PyTree) -> bool:
+    return isinstance(batch, Mapping) and jnp.ndim(batch.get("positions", 0)) > 1
+
+
+def is_sequence(leaf: Any, length: int) -> bool:
+    """Returns whether an array of a batch has a value for each position of its sequences."""
+    return jnp.ndim(leaf) > 1 and jnp.shape(leaf)[1] == length
+
+
+def check_are_sequences(
+    shapes: Mapping[str, tuple[int, ...]], named: Collection[str], lengths: Collection[int]
+) -> None:
     """Raises ValueError where it is not known whether dim 1 of an array is the sequence or features of a row.
 
     Args:
         shapes: The arrays of a batch that have two or more dims, by path.
         named: The paths of those that the caller calls sequences; each must be there.
+        lengths: The numbers of positions that sequences have here, and on a device. An array of another one is of the row.
     """
     check_are_there(shapes, named)
-    is_known = lambda path: path in named or path.split("/")[-1] in SEQUENCES
-    unknown = [path for path in shapes if not is_known(path)]
+    is_open = lambda path: not is_named(path, named) and shapes[path][1] in lengths
+    unknown = [path for path in shapes if is_open(path)]
     if unknown and len(shapes) > 1:  # a single one must be what is to be split
         got = ", ".join(f"{path} {list(shapes[path])}" for path in unknown)
         raise ValueError(
             "the context axis splits dim 1 of an array, which must be the sequence and not the features of a row; got "
             f"{got}, which may be either. If each has a value for each position, name them: "
-            f"shard_batch(batch, mesh, sequences={unknown}). Give features of a row as arrays [rows], one for each."
+            f"shard_batch(batch, mesh, sequences={unknown}). Give features of a row as [rows, 1, ...]."
         )
+
+
+def is_named(path: str, named: Collection[str]) -> bool:
+    """Returns whether an array of a batch is a sequence by its name, or is called one."""
+    return path in named or path.split("/")[-1] in SEQUENCES
 
 
 def check_are_there(shapes: Mapping[str, tuple[int, ...]], named: Collection[str]) -> None:

@@ -26,7 +26,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import Tracer, closure_converted
-from jaxpar.context_parallel import check_are_sequences, check_are_there, zig_zag
+from jaxpar.context_parallel import (
+    check_are_sequences,
+    check_are_there,
+    is_named,
+    is_sequence,
+    sequence_length,
+    zig_zag,
+)
 from jaxpar.data.same_batch import check_kept, check_same_everywhere, look_for_equal_rows
 from jaxpar.dtypes import by_parts, from_floats, is_key, to_floats, wide_dtype, widen
 from jaxpar.fields import arg, check_at_least, check_kind
@@ -47,9 +54,9 @@ def shard_batch(
     """Returns a host batch as global arrays with rows sharded over ``replica`` and ``data``, and sequences over ``context``.
 
     With a ``context`` axis the positions of each row are in the order of the devices (``context_parallel.py``), of every array
-    of two or more dims. Their second dim must be the sequence, and an array says that it is by its name (tokens, targets,
-    positions, segments, mask, weight, weights, input_ids, position_ids, segment_ids, attention_mask, loss_mask) or is named in
-    ``sequences``.
+    ``[rows, seq, ...]``. An array says that it is one by its name (tokens, targets, positions, segments, mask, weight, weights,
+    input_ids, position_ids, segment_ids, attention_mask, loss_mask) or is named in ``sequences``. Other arrays of a dict are
+    features of a row if their second dim is not that of the sequences, such as ``[rows, 1, ...]``; each device has them whole.
 
     A dict gets ``positions`` [rows, seq], int32, if it has none: 0, 1, ... in each row, or in each document if there are
     ``segments`` [rows, seq]; segments, runs of equal numbers, are numbered from 0 in each row. The same batch on one device
@@ -72,8 +79,8 @@ def shard_batch(
         ValueError: Integers beyond JAX's 32 bits; a leaf without rows, unequal numbers of rows, a number of rows that the
             replicas do not divide, or rows or columns that are not as many as this process holds; a whole batch, the first of
             its shapes, that other processes have otherwise; a name in ``sequences`` that the batch does not have; with
-            ``context`` unequal lengths, an array whose second dim may not be the sequence, a length that twice the axis does
-            not divide, or positions that do not count up by one in each document.
+            ``context`` sequences of unequal lengths, an array whose second dim may be the sequence or features, a length that
+            twice the axis does not divide, or positions that do not count up by one in each document.
     """
     check_mesh(mesh)
     check_kept(batch)
@@ -94,7 +101,13 @@ def shard_batch(
             "are held here. Give those of jaxpar.local_rows(num_rows, mesh), or the whole batch without num_rows."
         )
     look_for_equal_rows(batch, [local, *(at for at, _ in dims)])
-    return jax.tree.map(partial(from_host, dims=[(local, num_rows), *dims]), batch, shardings)
+    length, of_rows = sequence_length(batch), [(local, num_rows)]
+
+    def send(leaf: Any, sharding: NamedSharding) -> jax.Array:
+        own = [*of_rows, *dims] if is_sequence(leaf, length) else of_rows
+        return from_host(leaf, sharding, own)
+
+    return jax.tree.map(send, batch, shardings)
 
 
 # -- sequences ---------------------------------------------------------------------------------------------------------
@@ -102,18 +115,20 @@ def shard_batch(
 
 def batch_specs(batch: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     """Returns the spec of each leaf of a batch: rows over the replicas, and sequences, if they are split, over ``context``."""
-    rows = spec_of_rows(mesh)
-    splits = lambda leaf: mesh.shape[CONTEXT] > 1 and jnp.ndim(leaf) > 1
+    rows, length = spec_of_rows(mesh), sequence_length(batch)
+    splits = lambda leaf: mesh.shape[CONTEXT] > 1 and is_sequence(leaf, length)
     return jax.tree.map(lambda leaf: PartitionSpec(*rows, CONTEXT) if splits(leaf) else rows, batch)
 
 
 def microbatch_shapes(batch: PyTree, mesh: Mesh | AbstractMesh, num_microbatches: int) -> PyTree:
     """Returns the shapes of a device's part of a microbatch."""
-    sizes = num_replicas(mesh) * num_microbatches, mesh.shape[CONTEXT]
+    count, length = num_replicas(mesh) * num_microbatches, sequence_length(batch)
 
     def part(leaf: Any) -> jax.ShapeDtypeStruct:
-        shape = [size // parts for size, parts in zip(leaf.shape, sizes, strict=False)]
-        return jax.ShapeDtypeStruct((*shape, *leaf.shape[2:]), leaf.dtype)
+        rows, *dims = leaf.shape
+        if is_sequence(leaf, length):
+            dims[0] //= mesh.shape[CONTEXT]
+        return jax.ShapeDtypeStruct((rows // count, *dims), leaf.dtype)
 
     return jax.tree.map(part, jax.eval_shape(lambda batch: batch, batch))
 
@@ -130,7 +145,8 @@ def check_sequences(
         batch: Arrays or ShapeDtypeStructs.
         mesh: The mesh.
         seq: The length of whole sequences; None: that of the batch.
-        sequences: The paths of arrays that are sequences although their names do not say so; None: all are.
+        sequences: The paths of arrays that are sequences although their names do not say so; None: ``shard_batch`` has made the
+            batch, or all are.
     """
     context = mesh.shape[CONTEXT]
     if context == 1 and not sequences:
@@ -142,17 +158,22 @@ def check_sequences(
     if context == 1:
         check_are_there(shapes, sequences or ())
         return 0
-    lengths = {path: shape[1] for path, shape in shapes.items()}
+    named = [path for path in shapes if is_named(path, sequences or ())]
+    has_features = isinstance(batch, dict) and bool(
+        named
+    )  # else no array says how long sequences are
+    lengths = {path: shapes[path][1] for path in (named if has_features else shapes)}
     if len(set(lengths.values())) != 1:
         raise ValueError(
-            "the context axis splits dim 1, the sequence, of every array of two or more dims, so all must have the same; got "
-            f"{lengths or 'no such array'} and {arg(context=context)}. Give what belongs to a row as an array [rows], and "
-            f"features as [rows, seq, features], or use {arg(context=1)}."
+            "the context axis splits dim 1, the sequence, of the arrays of a batch, so all that have one must have the same; "
+            f"got {lengths or 'no such array'} and {arg(context=context)}. Give features of positions as "
+            "[rows, seq, features], name the sequences of a dict that has features of rows too by "
+            f"shard_batch(batch, mesh, sequences=[...]), or use {arg(context=1)}."
         )
-    if sequences is not None:
-        check_are_sequences(shapes, sequences)
     count, chunks = next(iter(lengths.values())), 2 * context
     seq = count if seq is None else seq
+    if sequences is not None:
+        check_are_sequences(shapes, sequences, {count, seq, seq // context})
     if seq < 1 or seq % chunks:
         raise ValueError(
             "a sequence must be divisible by twice the context axis, since each device has two chunks of it; got "
@@ -184,7 +205,9 @@ def _in_order_of_devices(
     is_here = np.isin(order, columns)
     at = np.searchsorted(columns, order[is_here])
     on_host = lambda leaf: leaf if is_key(leaf) else np.asarray(leaf)
-    batch = jax.tree.map(lambda leaf: on_host(leaf)[:, at] if jnp.ndim(leaf) > 1 else leaf, batch)
+    batch = jax.tree.map(
+        lambda leaf: on_host(leaf)[:, at] if is_sequence(leaf, count) else leaf, batch
+    )
     return batch, [(np.flatnonzero(is_here), seq)]
 
 
@@ -192,7 +215,7 @@ def _with_positions(batch: PyTree, columns: np.ndarray, *, is_whole: bool) -> Py
     """Returns a dict of some columns with the position of each token in its document, and its documents numbered."""
     if not isinstance(batch, dict):
         return batch
-    rows, seq = next(leaf.shape[:2] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > 1)
+    rows, seq = len(jax.tree.leaves(batch)[0]), len(columns)
     segments, positions = (np.asarray(batch.get(name, 0)) for name in ("segments", "positions"))
     for name, given in (("segments", segments), ("positions", positions)):
         if name in batch and (
@@ -301,12 +324,11 @@ def abstract_batch(
     """
     check_mesh(mesh)
     check_batch(batch, mesh.shape[DATA], replica=mesh.shape[REPLICA])
-    check_sequences(batch, mesh, sequences=sequences)
+    seq = check_sequences(batch, mesh, sequences=sequences)
     shapes = jax.eval_shape(lambda batch: batch, batch)
     if mesh.shape[CONTEXT] > 1 and isinstance(shapes, dict):
-        position = jax.ShapeDtypeStruct(
-            next(leaf.shape[:2] for leaf in jax.tree.leaves(shapes) if leaf.ndim > 1), jnp.int32
-        )
+        rows = jax.tree.leaves(shapes)[0].shape[0]
+        position = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
         shapes = (
             {"positions": position}
             | shapes

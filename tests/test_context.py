@@ -488,7 +488,7 @@ def test_a_batch_that_is_not_in_the_order_of_the_devices_gives_nan(x64):
         ),
         (
             {"x": np.ones((8, 16)), "y": np.ones((8, 3))},
-            r"got \{'x': 16, 'y': 3\} and context=4. Give what belongs to a row",
+            r"got \{'x': 16, 'y': 3\} and context=4. Give features of positions as",
         ),
         ({"x": np.ones(8)}, "got no such array and context=4"),
         (
@@ -578,7 +578,7 @@ def test_an_array_that_may_be_features_of_a_row_is_refused_unless_it_is_named():
     mesh, tokens = jaxpar.make_mesh(context=2), np.arange(2 * SEQ, dtype=np.int32).reshape(2, SEQ)
     message = (
         r"must be the sequence and not the features of a row; got {}, which may be either\. If each has a value for each "
-        r"position, name them: shard_batch\(batch, mesh, sequences={}\)\. Give features of a row as arrays \[rows\], one"
+        r"position, name them: shard_batch\(batch, mesh, sequences={}\)\. Give features of a row as \[rows, 1, "
     )
     for name, array in (
         ("features", np.ones((2, SEQ), np.float32)),
@@ -607,6 +607,62 @@ def test_an_array_that_may_be_features_of_a_row_is_refused_unless_it_is_named():
             jaxpar.shard_batch(
                 {"tokens": tokens, "label": np.ones(2)}, jaxpar.make_mesh(**axes), sequences=["x"]
             )
+
+
+@pytest.mark.parametrize(
+    "axes", [{"context": 2}, {"data": 2, "context": 4}, {"context": 2, "stage": 2}]
+)
+def test_features_of_a_row_are_whole_on_each_device(axes, x64):
+    """Attention reads what an encoder made of each row, of another number of positions, beside the tokens of the row."""
+
+    def embed(outer, batch):
+        seen = batch["encoded"] @ outer["to_seen"]
+        return {
+            "h": batch["x"] @ outer["embed"] + batch["style"][:, 0, None] @ outer["style"],
+            "seen": seen,
+        }
+
+    def layer(params, x):
+        keys = context_parallel.gather_sequence(x["h"] @ params["k"])
+        own = jax.nn.softmax(x["h"] @ keys.mT) @ keys
+        cross = jax.nn.softmax(x["h"] @ params["q"] @ x["seen"].mT) @ x["seen"]
+        return x | {"h": x["h"] + own + cross}
+
+    model = jaxpar.LayeredModel(embed, layer, lambda outer, x: x["h"] @ outer["head"])
+    loss = lambda outputs, batch: jaxpar.losses.squared_error(outputs, batch["targets"])
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape) / 2
+    outer = {name: draw(4, 4) for name in ("embed", "to_seen", "style", "head")}
+    params = {"outer": outer, "layers": {name: draw(2, 4, 4) for name in ("k", "q")}}
+    rows, encoded = (4, SEQ, 4), {"encoded": draw(4, 6, 4), "style": draw(4, 1, 4)}
+    batch = {"x": draw(*rows), "targets": draw(*rows)} | encoded
+    mesh = jaxpar.make_mesh(**axes)
+    expected = jaxpar.value_and_grad(model, loss, jaxpar.make_mesh())(params, batch)
+    sharded = jaxpar.shard_batch(batch, mesh, sequences=["x"])
+    assert sharded["encoded"].sharding.spec[1:] == sharded["style"].sharding.spec[1:] == ()
+    by_process = jaxpar.shard_batch(batch, mesh, num_rows=4, seq=SEQ, sequences=["x"])
+    assert_same(jaxpar.fetch(by_process), jaxpar.fetch(sharded))
+    shapes = jaxpar.abstract_batch(batch, mesh, sequences=["x"])
+    assert all(
+        jax.tree.leaves(jax.tree.map(lambda a, b: a.sharding == b.sharding, sharded, shapes))
+    )
+    step = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2)
+    held = jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, {"**": P()}))
+    assert_same(step(held, sharded), expected, within=1e-12)
+
+
+def test_features_of_a_row_that_may_be_a_sequence_are_refused():
+    mesh, tokens = jaxpar.make_mesh(context=2), np.ones((2, SEQ), np.int32)
+    for count in (SEQ, SEQ // 2):  # as many as positions of the row, or of a device
+        with pytest.raises(
+            ValueError, match=rf"got encoded \[2, {count}, 4\], which may be either"
+        ):
+            jaxpar.shard_batch({"tokens": tokens, "encoded": np.ones((2, count, 4))}, mesh)
+    with pytest.raises(
+        ValueError,
+        match=r"got \{'0': 16, '1': 6\} .* name the sequences of a dict that has features of rows",
+    ):
+        jaxpar.shard_batch((tokens, np.ones((2, 6, 4))), mesh, sequences=["0"])
 
 
 def test_a_model_that_sends_nothing_over_context_is_refused():

@@ -1056,3 +1056,27 @@ def test_positions_that_are_numbered_by_their_device_are_told(name):
     model = gathering(change=lambda h: BY_DEVICE[name](h) if is_split() else h)
     with pytest.warns(UserWarning, match="which a device has: layer: it .* device"):
         check_positions(model, OF_TOKENS, GATHERED, SEQUENCES, abstract_mesh(context=2))
+
+
+PREFIXED = {
+    "concatenate": lambda h: jnp.concatenate(
+        [jnp.ones_like(h, shape=(len(h), 2, h.shape[2])), h], 1
+    ),
+    "pad": lambda h: jnp.pad(h, ((0, 0), (2, 0), (0, 0)), constant_values=1.0),
+}
+
+
+@pytest.mark.parametrize("name", PREFIXED)
+def test_a_prefix_that_each_device_gathers_with_its_positions_is_told(name):
+    """Keys of a prefix before the gathered ones are right; gathered with them there is a prefix of each device."""
+    prefixed = PREFIXED[name]
+    seen_by = lambda h, seen: h + jax.nn.softmax(h @ seen.mT) @ seen
+    model = gathering(change=lambda h: seen_by(h, gather_sequence(prefixed(h))))
+    with pytest.warns(
+        UserWarning, match="which a device has: layer: it joins .* (at|and other) "
+    ):
+        check_positions(model, OF_TOKENS, GATHERED, SEQUENCES, abstract_mesh(context=2))
+    model = gathering(change=lambda h: seen_by(h, prefixed(gather_sequence(h))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_positions(model, OF_TOKENS, GATHERED, SEQUENCES, abstract_mesh(context=2))

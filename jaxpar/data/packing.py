@@ -173,7 +173,10 @@ class PackedRows(RowSource):
         line = f"{len(self._documents):,} documents in {len(self):,} rows of {self._seq:,} tokens, {filled:.1%} filled"
         sizes = self._documents.ends - self._documents.starts
         cut = int((sizes > self._seq + 1).sum())
-        note = f"; {cut:,} are longer than a row and cut into pieces, each read without those before it"
+        left_out = (
+            "" if self._documents.learned is None else ", those without a token to learn left out"
+        )
+        note = f"; {cut:,} are longer than a row and cut into pieces, each read without those before it{left_out}"
         return line + (note if cut else "")
 
 

@@ -32,7 +32,7 @@ from jaxpar.planner.cluster import Cluster, Links, collective_seconds
 from jaxpar.planner.job import Choice
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.schedule import Schedule
-from jaxpar.sharding import path_string, shardings_from_paths
+from jaxpar.sharding import shardings_from_paths
 from jaxpar.step.settings import Parallel, Pipeline
 from jaxpar.train import Optimizer, TrainState, TrainStep, abstract_state, make_train_step
 
@@ -69,11 +69,8 @@ def step_of_choice(
     pipeline = _pipeline(choice, mask_idle_ops)
     of_mesh = value_and_grad(shape.model, shape.loss, parallel, pipeline)
     step = make_train_step(of_mesh, optimizer, max_grad_norm=max_grad_norm)
-    leaves = jax.tree_util.tree_leaves_with_path(
-        shape.row
-    )  # of which the search, too, takes dim 1 for the sequence
-    sequences = [path_string(path) or "batch" for path, leaf in leaves if leaf.ndim > 1]
-    return step, state, abstract_batch(shape.batch(batch_size), mesh, sequences=sequences)
+    batch = abstract_batch(shape.batch(batch_size), mesh, sequences=shape.sequences)
+    return step, state, batch
 
 
 def _pipeline(choice: Choice, mask_idle_ops: bool | Literal["auto"]) -> Pipeline:

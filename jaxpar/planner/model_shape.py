@@ -17,6 +17,7 @@ from jaxpar.backward.graph import Graph, trace
 from jaxpar.backward.partition import ParamShards, shard_shape
 from jaxpar.backward.remat import keep_products
 from jaxpar.backward.split import SplitLayer, TracedLayer, trace_layer
+from jaxpar.context_parallel import is_sequence, sequence_length
 from jaxpar.fields import arg, check_at_least, check_kind
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, num_layers
 from jaxpar.losses import softmax_cross_entropy
@@ -118,8 +119,26 @@ class ModelShape:
 
     def batch(self, num_rows: int, context: int = 1) -> PyTree:
         """Returns the shapes of a batch of ``num_rows`` rows, of each of which a device has one of ``context`` parts."""
-        of = lambda shape: (num_rows, *(size // context for size in shape[1:2]), *shape[2:])
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(of(a.shape), a.dtype), self.row)
+
+        def of(leaf: Any) -> jax.ShapeDtypeStruct:
+            _, *dims = leaf.shape
+            if is_sequence(leaf, self.seq):
+                dims[0] //= context
+            return jax.ShapeDtypeStruct((num_rows, *dims), leaf.dtype)
+
+        return jax.tree.map(of, self.row)
+
+    @property
+    def seq(self) -> int:
+        """Positions of a row; 0 for one that is no sequence."""
+        return self.tokens_per_row if self.tokens_per_row > 1 else sequence_length(self.row)
+
+    @property
+    def sequences(self) -> list[str]:
+        """The paths of the arrays of a row that have a value for each position."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.row)
+        found = [path for path, leaf in leaves if is_sequence(leaf, self.seq)]
+        return [path_string(path) or "batch" for path in found]
 
     def with_positions(self, num_positions: int) -> PyTree:
         """Returns the params with layers padded to ``num_positions``, as in a packed layout."""

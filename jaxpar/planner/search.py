@@ -75,7 +75,8 @@ def check_fixed(
         raise ValueError(
             f"{arg('experts')} is for a model with experts; got {arg(experts=fixed['experts'])} and {shape.name}. Leave it out."
         )
-    check_sequences(shape.row, abstract_mesh(context=fixed.get("context") or 1))
+    on = abstract_mesh(context=fixed.get("context") or 1)
+    check_sequences(shape.row, on, sequences=shape.sequences)
 
 
 def _check_pipeline(fixed: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ cut into pairs of chunks, which `jaxpar.context_parallel` puts in order again: c
 what they have, is a doubt.
 """
 
+import math
 from dataclasses import replace
 
 from jaxpar.row_dependence.elements import elementwise
@@ -65,11 +66,10 @@ def _of_all_devices(op: Operation, value: Value, at: int) -> Value:
 
 def _joined(op: Operation, value: Value) -> Value:
     """Of what mixes the rows of a device: it may be made right later, as parts of a softmax are."""
+    why = value.why
     if value.kind is Kind.MIXED:
-        return Value(
-            Kind.UNKNOWN, None, why=op.told("it joins over the devices what mixes the rows of each")
-        )
-    return _NOT_KNOWN
+        why = op.told("it joins over the devices what mixes the rows of each")
+    return replace(_NOT_KNOWN, why=why)
 
 
 def gathered(op: Operation, given: Values) -> Value:
@@ -77,9 +77,13 @@ def gathered(op: Operation, given: Values) -> Value:
     (value,) = given
     if not op.joins_rows:
         return op.unknown(given, op.told("it is not known"))
-    if value.kind is Kind.ROWS:
-        return _in_order_of_devices(op, value)
-    return value if value.is_free else _joined(op, value)
+    if value.kind is not Kind.ROWS:
+        return value if value.is_free else _joined(op, value)
+    few, many = map(math.prod, op.out_shapes())
+    if few != many:  # all rows are as many for any number of devices
+        why = value.why or op.told("it joins the rows of all devices, and others of each")
+        return op.unknown(given, why)
+    return _in_order_of_devices(op, value)
 
 
 def _in_order_of_devices(op: Operation, value: Value) -> Value:

@@ -13,7 +13,7 @@ from jaxpar.sharding import check_same_tree, path_string
 from jaxpar.step.loss_checks import check_loss
 from jaxpar.step.plan import Step
 from jaxpar.step.position_checks import check_owned, check_positions
-from jaxpar.step.row_checks import check_rows, resized, shapes_of, size_of
+from jaxpar.step.row_checks import check_rows, num_rows_of, resized, shapes_of
 from jaxpar.trainable import check_params, is_frozen
 
 SHOWN = 4
@@ -38,7 +38,7 @@ def check_call(step: Step, params: PyTree, batch: PyTree) -> None:
     check_rows(model, loss, params, batch, num_replicas(mesh) * num_microbatches)
     check_positions(model, loss, params, batch, mesh, step.shardings)
     forward = model.apply if is_layered else model
-    microbatch = resized(shapes_of(batch), size_of(batch, 0) // num_microbatches)
+    microbatch = resized(shapes_of(batch), num_rows_of(batch) // num_microbatches)
     check_owned(forward, loss, params, microbatch, step.shardings, mesh)
     if step.trains:
         _warn_of_unread(params, traced.unread)

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import equations, source_line
-from jaxpar.context_parallel import copies_of_heads
+from jaxpar.context_parallel import copies_of_heads, is_sequence, sequence_length
 from jaxpar.data_parallel import batch_specs
 from jaxpar.fields import arg
 from jaxpar.layered_model import OUTER, LayeredModel
@@ -32,11 +32,10 @@ from jaxpar.step.row_checks import (
     Found,
     Model,
     examine,
+    num_rows_of,
     pairs_of,
-    resized,
     rows_of,
     shapes_of,
-    size_of,
 )
 
 UNOWNED = (
@@ -79,7 +78,7 @@ def check_positions(
         )
     # Without shardings: arrays that are placed have that of the whole mesh, which a device does not see.
     params, shapes = shapes_of(params), shapes_of(batch)
-    seq = size_of(batch, 1)
+    seq = sequence_length(batch)
     try:
         outputs = jax.eval_shape(_forward(model), params, shapes)
     except Exception:  # of any kind: a model is a function of the user
@@ -138,7 +137,7 @@ def _of_devices(
     None if that is not known: a model sends positions from device to device, or takes no such numbers of devices, which is
     told.
     """
-    parts, seq = mesh.shape[CONTEXT], size_of(batch, 1)
+    parts, seq = mesh.shape[CONTEXT], sequence_length(batch)
     read = partial(_of_so_many, model, loss, params, batch, mesh, shardings)
     if _sends_on(model, params, batch, mesh, shardings):
         return None
@@ -181,15 +180,28 @@ def _of_so_many(
     sizes = whole // counts[0], whole // counts[1]
     meshes = [_with_parts(mesh, count) for count in counts]
     within = [partial(as_on_a_device, each) for each in meshes]
-    batches = [resized(batch, size, dim=1) for size in sizes]
+    batches = [_of_length(batch, size) for size in sizes]
     reader = Reader(sizes[0], sizes[1] / sizes[0], axis=CONTEXT, num_joined=sizes[0] // 2)
     return examine(model, loss, _owned(params, shardings, meshes[0]), batches, reader, within)
+
+
+def _of_length(batch: PyTree, size: int) -> PyTree:
+    """Returns the shapes of a batch whose sequences have another length."""
+    length = sequence_length(batch)
+
+    def of(leaf: Any) -> jax.ShapeDtypeStruct:
+        rows, *dims = leaf.shape
+        if is_sequence(leaf, length):
+            dims[0] = size
+        return jax.ShapeDtypeStruct((rows, *dims), leaf.dtype)
+
+    return jax.tree.map(of, batch)
 
 
 def _sends_on(model: Model, params: PyTree, batch: PyTree, mesh: Mesh, shardings: PyTree) -> bool:
     """Whether a model sends positions from device to device, as around a ring."""
     parts = mesh.shape[CONTEXT]
-    own = resized(batch, size_of(batch, 1) // parts, dim=1)
+    own = _of_length(batch, sequence_length(batch) // parts)
     on_mesh = _with_parts(mesh, parts)
     with as_on_a_device(on_mesh):
         program = jax.make_jaxpr(_forward(model))(_owned(params, shardings, on_mesh), own)
@@ -218,7 +230,7 @@ def _owned_shape(param: Any, sharding: NamedSharding, mesh: AbstractMesh) -> jax
 def _of_loss(model: Model, loss: Callable, params: PyTree, batch: PyTree, seq: int) -> Found | None:
     """Returns how the loss depends on the positions if each output that has positions depends on its own alone."""
     sizes = seq, 2 * seq
-    batches = [resized(batch, size, dim=1) for size in sizes]
+    batches = [_of_length(batch, size) for size in sizes]
     try:
         outputs = [jax.eval_shape(_forward(model), params, each) for each in batches]
         return Found(2.0, _read_loss(loss, outputs, batches, sizes))
@@ -404,7 +416,7 @@ def _cut_positions(function: Callable, args: list, seq: int) -> int | None:
         if equation.primitive.name in ("slice", "dynamic_slice"):
             given = equation.invars[0].aval.shape
             made = equation.outvars[0].aval.shape
-            if given[1:2] == (seq,) != made[1:2] and given[0] == size_of(args[1], 0):
+            if given[1:2] == (seq,) != made[1:2] and given[0] == num_rows_of(args[1]):
                 return made[1]
     return None
 

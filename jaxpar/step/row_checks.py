@@ -75,7 +75,7 @@ def check_rows(
     if num_parts == 1:
         return
     shapes = shapes_of(params), shapes_of(batch)
-    num_rows = size_of(batch, 0)
+    num_rows = num_rows_of(batch)
     own = num_rows // num_parts
     sizes = _two_sizes(own, num_rows)
     found = _of_sizes(model, loss, *shapes, sizes)
@@ -418,16 +418,12 @@ def rows_of(shapes: tuple[Any, Any], rows: int) -> Value:
     return Value(Kind.ROWS, span=span_of_shape(few, dims, rows)) if dims else Value()
 
 
-def size_of(batch: PyTree, dim: int) -> int:
-    """Returns the size of a dim of the first leaf that has it."""
-    return next(leaf.shape[dim] for leaf in jax.tree.leaves(batch) if leaf.ndim > dim)
+def num_rows_of(batch: PyTree) -> int:
+    """Returns the number of rows of a batch."""
+    return jax.tree.leaves(batch)[0].shape[0]
 
 
-def resized(batch: PyTree, size: int, dim: int = 0) -> PyTree:
-    """Returns the shapes of a batch with another size of a dim, of the leaves that have it."""
-
-    def of(leaf: Any) -> jax.ShapeDtypeStruct:
-        sizes = (size if at == dim else own for at, own in enumerate(leaf.shape))
-        return jax.ShapeDtypeStruct(tuple(sizes), leaf.dtype)
-
+def resized(batch: PyTree, num_rows: int) -> PyTree:
+    """Returns the shapes of a batch with another number of rows."""
+    of = lambda leaf: jax.ShapeDtypeStruct((num_rows, *leaf.shape[1:]), leaf.dtype)
     return jax.tree.map(of, batch)
