@@ -120,6 +120,8 @@ def main(config: Config) -> None:
         shape = language_model.model_config(own, config.data.seq, text, mesh, config.gpu)
         train, test = language_data.make_rows(config.data, text, shape.vocab_size)
         shape = language_model.with_documents(shape, config.data.max_documents, (train, test))
+        if own.save_hf is not None:
+            model_files.check_room(own.save_hf, shape, described_by=own.init_from)
         schedule = make_pipeline(config, mesh, len(train))
         layout = language_model.make_layout(shape, schedule, own.layers_per_virtual_stage)
         init, shardings = language_model.make_params(
@@ -234,6 +236,7 @@ def read_flags(config: Config) -> tuple[Config, Mesh, Data]:
     model_files.check_origin(config, saved)
     language_model.check_biases(config.recipe, saved)
     check_factors(config.lora, saved)
+    optimizers.check_saved(config, saved)
     check_flags(config, mesh)
     config = language_data.in_rows(config, mesh)
     return config, mesh, language_data.load_data(config.data, config.recipe.init_from)

@@ -1,5 +1,6 @@
 """Files that are written whole, or not at all."""
 
+import errno
 import os
 import stat
 
@@ -52,6 +53,23 @@ def make_private(path):
     """Makes a file as tempfile does."""
     path.touch(0o600)
     return path
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "the source of a copy"),
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+    ids=["copy", "safetensors"],
+)
+def test_a_full_disk_is_named_by_the_file_that_is_written(tmp_path, error):
+    def write(path):
+        raise error
+
+    with pytest.raises(OSError, match="No space left") as raised:
+        write_atomically(tmp_path / "a", write)
+    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(tmp_path / "a"))
 
 
 @pytest.mark.parametrize(

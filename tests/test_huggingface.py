@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -341,6 +342,20 @@ def test_weights_that_are_not_finite_are_refused_when_they_are_written_and_read(
         match=rf"got {text} .* in model.layers.1.mlp.up_proj.weight of .* download it again",
     ):
         read_params(tmp_path / "new", config, dtype="bfloat16")
+
+
+def test_a_model_is_not_begun_on_a_disk_without_room_for_it(tmp_path, monkeypatch):
+    config = FAMILIES["llama"]
+    params = make_params(config, dtype=np.float32)
+    needed = 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
+    usage = lambda free: lambda path: shutil._ntuple_diskusage(10**9, 10**9 - free, free)
+    monkeypatch.setattr(shutil, "disk_usage", usage(needed - 1))
+    message = rf"No space left on device for a model of {needed:,} bytes as float32, with {needed - 1:,} free: .*/new"
+    with pytest.raises(OSError, match=message):
+        write_model(tmp_path / "new", config, params)
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(shutil, "disk_usage", usage(needed))
+    write_model(tmp_path / "new", config, params)
 
 
 def test_a_run_whose_weights_its_models_dtype_cannot_hold_is_written_as_float32(tmp_path, capsys):

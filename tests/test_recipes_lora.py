@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands import recipe as cli
 from jaxpar.models import transformer
-from jaxpar.run import lora_flags, model_files
+from jaxpar.run import lora_flags, model_files, optimizers
 from tests.support.flags import replaced
 from tests.support.gpt_data import make_folder, tuning_flags
 from tests.support.oracle import assert_same, assert_same_bits
@@ -117,6 +117,17 @@ def test_flags_that_do_not_fit_are_refused(run, tmp_path, capsys, flags, message
     assert stopped.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_goes_on_with_another_optimizer_is_refused_with_a_way_to_change_it(tmp_path):
+    flags = gpt.Config.of(optimizer="sgd", out_dir=tmp_path)
+    with pytest.raises(
+        ValueError,
+        match=rf"got --optimizer sgd, and it was saved with adamw\. .* export {tmp_path} FOLDER, and begin a run with --init",
+    ):
+        optimizers.check_saved(flags, optimizers.settings(gpt.Config.of(optimizer="adamw")))
+    optimizers.check_saved(flags, optimizers.settings(flags))
+    optimizers.check_saved(flags, {})
 
 
 def test_a_run_that_goes_on_with_other_factors_is_refused_with_those_that_it_has():

@@ -1072,9 +1072,7 @@ def test_a_prefix_that_each_device_gathers_with_its_positions_is_told(name):
     prefixed = PREFIXED[name]
     seen_by = lambda h, seen: h + jax.nn.softmax(h @ seen.mT) @ seen
     model = gathering(change=lambda h: seen_by(h, gather_sequence(prefixed(h))))
-    with pytest.warns(
-        UserWarning, match="which a device has: layer: it joins .* (at|and other) "
-    ):
+    with pytest.warns(UserWarning, match="which a device has: layer: it joins .* (at|and other) "):
         check_positions(model, OF_TOKENS, GATHERED, SEQUENCES, abstract_mesh(context=2))
     model = gathering(change=lambda h: seen_by(h, prefixed(gather_sequence(h))))
     with warnings.catch_warnings():

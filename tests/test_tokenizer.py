@@ -71,6 +71,19 @@ def test_tokens_are_those_of_the_library_and_decode_to_the_text(folder):
     assert own.decode(np.array([10**6, *ids])) == text, "padding rows of an embedding have no text"
 
 
+def test_a_prompt_has_no_end_where_the_tokenizer_adds_one_to_a_text(folder, tmp_path):
+    own = read_tokenizer(folder)
+    ending = read_tokenizer(write_tokenizer(tmp_path / "model", bos=True, adds_end=True))
+    for text in (TEXT[0], "a cat<|im_end|>"):
+        [(ids, _)] = own.encode([text], begins=[True])
+        [(whole, _)] = ending.encode([text], begins=[True])
+        assert whole.tolist() == [*ids, own.end]
+        for each in (own, ending):
+            prompt, ends = each.encode_prompt(text)
+            assert prompt.tolist() == ids.tolist()
+            assert len(ends) == len(ids)
+
+
 def test_texts_with_and_without_a_beginning_stay_in_their_order(folder):
     own = read_tokenizer(folder)
     many = own.encode(TEXT[:4], begins=[True, False, True, False])

@@ -336,6 +336,14 @@ class Tokenizer(ABC):
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns for each text its tokens and, for each token, the index after its last character; -1: none of the text's."""
 
+    def encode_prompt(self, text: str, *, begins: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Returns what ``encode`` does of a text that a model is to continue: without the end that it may add to a text."""
+        [(tokens, ends)] = self.encode([text], begins=[begins])
+        of_text = np.flatnonzero(ends >= 0)
+        if len(of_text) and self.end in tokens[of_text[-1] + 1 :]:
+            return tokens[: of_text[-1] + 1], ends[: of_text[-1] + 1]
+        return tokens, ends
+
     @abstractmethod
     def decode(self, tokens: np.ndarray, *, special: bool = False) -> str:
         """Returns the text of tokens, that of special ones too if they are to be shown."""

@@ -11,6 +11,7 @@ from is gone.
     runs/gpt/checkpoints/    params, read when they are indexed, LoRA's factors merged (`peft.py`)
 """
 
+import errno
 import math
 import os
 import shutil
@@ -107,6 +108,7 @@ def write_model(
             f"{arg('max_file_bytes')} must be positive; got {max_file_bytes}. Leave it out for 5 GB."
         )
     check_no_model(folder)
+    check_room(folder, config, dtype)
     files = _share_out(config, dtype, max_file_bytes)
     is_first = jax.process_index() == 0
     with _without_files(folder, files):
@@ -132,6 +134,16 @@ def write_model(
             write_json(folder / INDEX, _index(files, dtype))
         write_json(folder / CONFIG, make_about(config, source, dtype))
     exchange("model written", None, timeout_seconds=WRITE_SECONDS)
+
+
+def check_room(folder: Path, config: TransformerConfig, dtype: Any) -> None:
+    """Raises OSError if the disk of a folder that may not exist yet has no room for a model of a dtype."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free, each = shutil.disk_usage(there).free, np.dtype(dtype)
+    needed = sum(_num_bytes(param_slice, each) for _, param_slice in tensors_of(config))
+    if needed > free:
+        why = f"for a model of {needed:,} bytes as {each}, with {free:,} free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} {why}", str(folder))
 
 
 def _check_params(

@@ -211,9 +211,9 @@ class Data:
         text = "def " if flags.prompt is None else flags.prompt
         if isinstance(self.tokenizer, FolderTokenizer) and any(part.is_chat for part in self.parts):
             text, _ = self.tokenizer.render([{"role": "user", "content": text}], ask=True)
-            [(tokens, _)] = self.tokenizer.encode([text], begins=[False])
+            tokens, _ = self.tokenizer.encode_prompt(text, begins=False)
         else:
-            [(tokens, _)] = (self.tokenizer or ByteTokenizer()).encode([text], begins=[True])
+            tokens, _ = (self.tokenizer or ByteTokenizer()).encode_prompt(text)
         return tokens
 
     def decode(self, tokens: np.ndarray, num_prompt: int) -> str:

@@ -14,7 +14,8 @@ from jaxtyping import PyTree
 
 import jaxpar
 from jaxpar.data.checksums import checksum_of_files
-from jaxpar.huggingface.export import check_is_of
+from jaxpar.huggingface import export
+from jaxpar.huggingface.export import check_is_of, dtype_of
 from jaxpar.huggingface.finite import OutOfRangeError
 from jaxpar.huggingface.from_codes import has_codes, layer_by_layer
 from jaxpar.layered_model import open_packed
@@ -157,6 +158,12 @@ def save_adapters(
     base = None if flags.init_from is None else str(flags.init_from)
     jaxpar.huggingface.write_adapters(folder, config, params, base=base)
     say(f"written: {folder}/, adapters for peft")
+
+
+def check_room(folder: Path, config: TransformerConfig, *, described_by: Path | None) -> None:
+    """Raises OSError if the disk of a folder has no room for the model that ``save_model`` would write there."""
+    dtype = None if described_by is None else dtype_of(described_by)
+    export.check_room(folder, config, dtype or "float32")
 
 
 def save_model(

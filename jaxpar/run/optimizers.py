@@ -294,6 +294,18 @@ def with_saved_warmup(flags: Flags, saved: Mapping[str, Any]) -> Flags:
     return flags.replace(warmup_steps=saved["warmup_steps"])
 
 
+def check_saved(flags: OptimizedFlags, saved: Mapping[str, Any]) -> None:
+    """Raises where a run with ``saved`` settings would go on with another optimizer, of which its checkpoints have no state."""
+    now, was = flags.optimizer.optimizer, saved.get("optimizer")
+    if was in (None, now):
+        return
+    raise ValueError(
+        "a run goes on with the optimizer whose state its checkpoints have; got "
+        f"--optimizer {now}, and it was saved with {was}. Give --optimizer {was}. To go on from its weights with another one, "
+        f"write them by python -m jaxpar export {flags.common.out_dir} FOLDER, and begin a run with --init-from FOLDER."
+    )
+
+
 def _as_saved(flags: Flags, saved: Mapping[str, Any]) -> Flags:
     """Returns the flags with the learning rate of the saved run."""
     own = {

@@ -8,6 +8,7 @@ import errno
 import io
 import logging
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -107,9 +108,18 @@ def write_atomically(path: Path, write: Callable[[Path], Any], *, sync: bool = F
         if stat.S_IMODE(part.stat().st_mode) != mode:
             part.chmod(mode)
         os.replace(part, path)
-    except Exception:  # not OSError alone: safetensors has errors of its own
+    except Exception as error:  # not OSError alone: safetensors has errors of its own
         part.unlink(missing_ok=True)
+        if (code := _full_disk(error)) is not None:
+            raise OSError(code, os.strerror(code), str(path)) from error
         raise
+
+
+def _full_disk(error: Exception) -> int | None:
+    """Returns the code of an error of a full disk, of which a copy names the source, and safetensors says it in its text."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    code = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
+    return code if code in FULL else None
 
 
 def followed(path: Path) -> Path:

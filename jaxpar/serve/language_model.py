@@ -86,7 +86,7 @@ class LanguageModel:
 
     def encode(self, text: str, *, begins: bool = True) -> np.ndarray:
         """Returns a text as int32 tokens [length]; ``begins``: with those that the tokenizer puts at the beginning of one."""
-        [(tokens, _)] = self.tokenizer.encode([text], begins=[begins])
+        tokens, _ = self.tokenizer.encode_prompt(text, begins=begins)
         return np.asarray(tokens, np.int32)
 
     def answer(self, request: GenerationRequest) -> Iterator[list[TextDelta]]:

@@ -36,7 +36,7 @@ class Echo(NamedTuple):
 def echo_of(tokenizer: Tokenizer, given: str | None, tokens: np.ndarray) -> Echo:
     """Returns a prompt that was given as text, or, where that is None, as tokens, of which the special ones are shown too."""
     if given is not None:
-        [(_, ends)] = tokenizer.encode([given], begins=[True])
+        _, ends = tokenizer.encode_prompt(given)
         return Echo(given, _starts(ends.tolist()))
     stream, text, offsets = TextStream(tokenizer, (), special=True), "", []
     for token in tokens.tolist():

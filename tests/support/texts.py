@@ -82,7 +82,7 @@ def documents_of(file, cache, tokenizer=None):
     return found, parts
 
 
-def write_tokenizer(folder, *, template=CHATML, bos=False, **settings):
+def write_tokenizer(folder, *, template=CHATML, bos=False, adds_end=False, **settings):
     """A byte-level BPE in the form of GPT-2's and Llama 3's, trained on a few lines."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
     from tokenizers import decoders as decode
@@ -95,9 +95,10 @@ def write_tokenizer(folder, *, template=CHATML, bos=False, **settings):
     bpe.train_from_iterator(
         TEXT, trainers.BpeTrainer(vocab_size=340, special_tokens=special, initial_alphabet=alphabet)
     )
-    if bos:
+    if bos or adds_end:
+        added = "<|begin|> " * bos + "$A" + " <|im_end|>" * adds_end
         bpe.post_processor = processors.TemplateProcessing(
-            single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
+            single=added, special_tokens=[("<|begin|>", 0), ("<|im_end|>", 2)]
         )
     folder.mkdir(exist_ok=True)
     bpe.save(str(folder / "tokenizer.json"))
