@@ -220,6 +220,7 @@ def main(config: Config) -> None:
         if config.lora.lora_rank is not None:
             model_files.save_adapters(run.out_dir / "adapter", own, shape, state.params)
         if own.save_hf is not None:
+            model_files.begin_to_save(own.save_hf, common)
             model_files.save_model(
                 own.save_hf, shape, state.params, described_by=run.out_dir / "model"
             )
@@ -292,7 +293,7 @@ def check_flags(config: Config, mesh: Mesh) -> None:
             raise ValueError(
                 "a model of transformers has no biases of --router-bias-rate; got it with --save-hf. Leave out one of the two."
             )
-        jaxpar.huggingface.check_no_model(own.save_hf)
+        model_files.check_save_folder(own.save_hf, config.common)
         check_out_dir(own.save_hf, "--save-hf")
 
 

@@ -208,7 +208,7 @@ def test_examples_that_are_all_too_long_are_not_dropped_to_nothing():
 def test_documents_that_do_not_fit_the_model_are_refused():
     documents = make_documents(np.random.default_rng(0), [9, 4], vocab=50)
     with pytest.raises(
-        ValueError, match=r"must be below the model's vocab_size; got \d+, vocab_size=3"
+        ValueError, match=r"must be from 0 to below the model's vocab_size; got \d+, vocab_size=3"
     ):
         PackedRows(documents, 5, vocab_size=3).check()
     with pytest.raises(ValueError, match=r"seq must be positive; got 0\. Choose 1 or more"):

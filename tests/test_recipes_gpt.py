@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
@@ -189,6 +190,29 @@ def go_on(run, folder, step, out_dir, *flags):
     """Goes on from a checkpoint of a run in a folder of its own."""
     shutil.copytree(folder / "checkpoints" / step, out_dir / "checkpoints" / step)
     run(out_dir, *flags, "--resume")
+
+
+def test_a_model_that_a_killed_run_began_to_write_is_written_anew_when_it_is_resumed(tmp_path):
+    folder, new = tmp_path / "hf", gpt.Config.of(out_dir=tmp_path, steps=4).common
+    model_files.check_save_folder(folder, new)
+    model_files.begin_to_save(folder, new)
+    folder.mkdir()
+    for name in ("model.safetensors", "model.safetensors.part", ".tmpoH0azu", "config.json", "a"):
+        (folder / name).touch()
+    resumed = dataclasses.replace(new, resume=True)
+    others = [
+        new,
+        dataclasses.replace(resumed, steps=5),
+        dataclasses.replace(resumed, out_dir=folder),
+    ]
+    for other in others:
+        with pytest.raises(
+            ValueError, match="a model is written to a folder without one; got .*hf"
+        ):
+            model_files.check_save_folder(folder, other)
+    model_files.check_save_folder(folder, resumed)
+    model_files.begin_to_save(folder, resumed)
+    assert [path.name for path in folder.iterdir()] == ["a"]
 
 
 @pytest.fixture(scope="module")

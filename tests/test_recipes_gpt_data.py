@@ -420,7 +420,8 @@ def test_rows_of_files_named_for_it_are_held_out_and_a_record_without_tokens_is_
     np.testing.assert_array_equal(test.take(np.arange(7))["targets"][:, :2], [[2, 7]] * 7)
     parquet.write_table(pyarrow.table({"input_ids": [[1, 2], None]}), tmp_path / "test.parquet")
     with pytest.raises(
-        ValueError, match=r'must have "input_ids", a list of integers; .* It is record 2 of .*test.parquet'
+        ValueError,
+        match=r'must have "input_ids", a list of integers; .* It is record 2 of .*test.parquet',
     ):
         language_data.load_data(flags.data)
 

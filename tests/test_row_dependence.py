@@ -159,14 +159,14 @@ MIXED = {
 @pytest.mark.parametrize("name", ROWS)
 def test_what_treats_rows_apart_has_rows_without_a_doubt(name):
     (found,) = read(ROWS[name])
-    assert (found.kind, found.growth, found.why) == (Kind.ROWS, 1, "")
+    assert (found.kind, found.growth, str(found.why)) == (Kind.ROWS, 1, "")
 
 
 @pytest.mark.parametrize("name", [name for name, (_, growth) in SUMS.items() if growth is not None])
 def test_a_sum_over_rows_has_the_ratio_of_the_factors_beside_it(name):
     function, growth = SUMS[name]
     (found,) = read(function)
-    assert (found.kind, found.why) == (Kind.SUM, "")
+    assert (found.kind, str(found.why)) == (Kind.SUM, "")
     assert found.growth == pytest.approx(growth)
 
 
@@ -174,7 +174,7 @@ def test_a_sum_over_rows_has_the_ratio_of_the_factors_beside_it(name):
 def test_what_mixes_rows_is_proved_to_and_its_line_is_named(name):
     found = max(read(MIXED[name]), key=lambda value: value.kind)
     assert found.kind is Kind.MIXED
-    assert "test_row_dependence.py" in found.why or "site-packages" in found.why
+    assert "test_row_dependence.py" in str(found.why) or "site-packages" in str(found.why)
 
 
 NUMBERS = {name: function for name, (function, growth) in SUMS.items() if growth} | ROWS | MIXED
@@ -210,7 +210,7 @@ def test_constants_grow_as_they_are_computed_from_the_number_of_rows():
 def test_a_loop_over_rows_that_starts_from_params_adds_them_once():
     (found,) = read(SUMS["a sum in a loop over rows"][0])
     assert found.kind is Kind.MIXED
-    assert "a mean or a number (scan at" in found.why
+    assert "a mean or a number (scan at" in str(found.why)
 
 
 # --- doubts and marks -------------------------------------------------------------------------------------------------
@@ -225,12 +225,12 @@ def by_token(h, t):
 def test_integers_that_order_rows_are_a_doubt_with_its_line_and_no_proof():
     (found,) = read(lambda p, h, y, t: by_token(h, t))
     assert found.kind is Kind.ROWS
-    assert "test_row_dependence.py" in found.why
+    assert "test_row_dependence.py" in str(found.why)
 
 
 def test_a_function_that_is_marked_as_row_wise_is_taken_without_a_doubt():
     (found,) = read(lambda p, h, y, t: jaxpar.row_wise(by_token)(h, t))
-    assert (found.kind, found.why) == (Kind.ROWS, "")
+    assert (found.kind, str(found.why)) == (Kind.ROWS, "")
 
 
 def test_a_marked_function_computes_the_same_and_may_close_over_anything():
@@ -244,8 +244,8 @@ def test_a_marked_function_computes_the_same_and_may_close_over_anything():
 def test_another_program_for_another_number_of_rows_is_a_doubt():
     (found,) = read(lambda p, h, y, t: h * 2 if len(h) == FEW else h + h)
     assert found.kind is Kind.ROWS
-    assert found.why.startswith("another program")
-    assert "test_row_dependence.py" in found.why, "the line of the first other operation"
+    assert found.why.what.startswith("another program")
+    assert "test_row_dependence.py" in str(found.why), "the line of the first other operation"
 
 
 BY_THEIR_NUMBER = {
@@ -332,14 +332,14 @@ def test_rows_that_are_treated_by_their_places_are_a_doubt_with_its_line(name):
     (found,) = read(BY_PLACE[name])
     assert found.kind is Kind.ROWS
     assert found.place
-    assert "place" in found.why
-    assert "test_row_dependence.py" in found.why
+    assert "place" in str(found.why)
+    assert "test_row_dependence.py" in str(found.why)
 
 
 def test_numbers_that_are_written_into_some_rows_are_a_doubt():
     write = lambda p, h, y, t: jax.lax.dynamic_update_slice(h, jnp.zeros((1, 5, 6)), (0, 0, 0))
     (found,) = read(write)
-    assert found.why.startswith("it writes some rows")
+    assert found.why.what.startswith("it writes some rows")
 
 
 def test_a_power_of_the_number_of_rows_is_a_number():
@@ -384,7 +384,7 @@ def test_a_derivative_of_its_own_that_mixes_rows_puts_a_function_in_doubt(name):
     backward, why = OWN[name]
     (found,) = read(with_derivative(backward))
     assert found.kind is Kind.ROWS
-    assert found.why.startswith(why) if why else not found.why
+    assert found.why.what.startswith(why) if why else not found.why
 
 
 def test_a_sum_with_a_derivative_of_its_own_that_mixes_rows_is_in_doubt():
@@ -392,7 +392,7 @@ def test_a_sum_with_a_derivative_of_its_own_that_mixes_rows_is_in_doubt():
     total.defvjp(lambda h: (jnp.sum(h), h), lambda h, ct: (ct * h / jnp.linalg.norm(h),))
     (found,) = read(lambda p, h, y, t: total(h))
     assert found.kind is Kind.SUM
-    assert "derivative mixes rows" in found.why
+    assert "derivative mixes rows" in str(found.why)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

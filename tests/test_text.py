@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar.data.text import Text, Windows, load_text, read_tokens, unigram_entropy
+from jaxpar.data.text import Text, Windows, held_out, load_text, read_tokens, unigram_entropy
 
 
 def write_llm_c(path, tokens, *, magic=20240520, version=1, count=None, dtype=np.uint16):
@@ -67,6 +67,21 @@ def test_hidden_files_are_left_out(tmp_path):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "index").write_bytes(b"\0\0")
     assert load_text(tmp_path).is_bytes
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["train.jsonl", "my-val.jsonl"], [False, True]),
+        (["train/a.jsonl", "test/b.jsonl"], [False, True]),
+        (["train/a.jsonl", "train/val.jsonl"], [False, True]),
+        (["a/validation/0.jsonl", "b/0.jsonl", "b/contest.jsonl"], [True, False, False]),
+        (["test/a.jsonl", "test/b.jsonl"], [False, False]),
+        ([], []),
+    ],
+)
+def test_files_are_held_out_by_their_names_or_those_of_the_folders_that_part_them(names, expected):
+    assert held_out([Path("dev/data", name) for name in names]) == expected
 
 
 def test_the_end_of_a_single_file_is_held_out(tmp_path):
@@ -254,7 +269,8 @@ def test_every_token_of_a_file_is_checked_as_it_is_in_the_file(tmp_path, where, 
     windows = Windows([read_tokens(path)], 100, vocab_size=50257)
     windows.take(np.arange(3))
     with pytest.raises(
-        ValueError, match=f"must be below the model's vocab_size; got {token}, vocab_size=50257"
+        ValueError,
+        match=f"must be from 0 to below the model's vocab_size; got {token}, vocab_size=50257",
     ):
         windows.check()
 

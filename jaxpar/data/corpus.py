@@ -1,7 +1,8 @@
 """Documents to learn from and held-out ones: files of examples, tokenised once and split.
 
-Of a folder with files whose names have the word "val" or "test", those are held out. Otherwise a share of the documents is held
-out, chosen by checksums of their tokens: two equal documents are on the same side. Of a single document, its end is.
+Of a folder with files or folders whose names have the word "val" or "test", those are held out. Otherwise a share of the
+documents is held out, chosen by checksums of their tokens: two equal documents are on the same side. Of a single document, its
+end is.
 
 Files are tokenised once, into a folder of tokens named by a digest of what they are made of:
 
@@ -33,7 +34,7 @@ import numpy as np
 from jaxpar.data.examples import Examples, Passage, place_text
 from jaxpar.data.packing import Documents
 from jaxpar.data.readers import SNIFFED, format_of, is_records
-from jaxpar.data.text import Tokenizer, check_test_fraction, is_held_out
+from jaxpar.data.text import Tokenizer, check_test_fraction, held_out
 from jaxpar.fields import arg
 from jaxpar.runtime.output import FULL, fsync, printable, refusing
 
@@ -114,7 +115,7 @@ def _split(
     found: TokenisedFiles, files: Sequence[Path], test_fraction: float
 ) -> tuple[Documents, Documents]:
     documents = found.documents
-    is_test = np.array([is_held_out(file) for file in files])[found.file_numbers]
+    is_test = np.array(held_out(files))[found.file_numbers]
     if not is_test.any() or is_test.all():
         if len(documents) == 1:
             return _cut(documents, test_fraction)

@@ -32,7 +32,7 @@ from jaxpar.data.readers import (
     read_records,
     whole_parquet,
 )
-from jaxpar.data.text import is_held_out
+from jaxpar.data.text import held_out
 from jaxpar.fields import arg
 from jaxpar.runtime.output import printable
 
@@ -214,15 +214,17 @@ def open_split(
         ImportError: The package that reads the format is not installed.
         ValueError: A file is damaged or of another format, or there are fewer than two records.
     """
-    files = sorted(files, key=is_held_out)
-    records, held_out = open_records(files), [file for file in files if is_held_out(file)]
+    sides = list(zip(held_out(files), files, strict=True))
+    kept, tested = ([file for is_test, file in sides if is_test == side] for side in (False, True))
+    files = [*kept, *tested]
+    records = open_records(files)
     count = len(records)
     if count < 2:
         raise ValueError(f"records are split into two; got {count} in {files[0]}. Give 2 or more.")
     digest = digest_of_records(records, files)
-    if not 0 < len(held_out) < len(files):
+    if not (kept and tested):
         return records, min(max(round(test_fraction * count), 1), most), digest
-    num_test = len(open_records(held_out))
+    num_test = len(open_records(tested))
     return records, num_test, f"{digest}, {num_test} held out"
 
 

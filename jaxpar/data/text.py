@@ -11,6 +11,7 @@ Tokenizers of published models are read by ``jaxpar.huggingface.read_tokenizer``
 """
 
 import math
+import os
 import re
 import sysconfig
 import zlib
@@ -117,6 +118,17 @@ def is_held_out(file: Path) -> bool:
     return _HELD_OUT.search(file.stem.lower()) is not None
 
 
+def held_out(files: Sequence[Path]) -> list[bool]:
+    """Returns which of some files are held out: by their names, or by that of a folder which does not have them all.
+
+    train/a.jsonl and test/b.jsonl of data/ are told apart by their folders, and those of a folder test/ by their names alone.
+    """
+    paths = [file.absolute() for file in files]
+    root = os.path.commonpath([path.parent for path in paths]) if paths else ""
+    below = [path.relative_to(root) for path in paths]
+    return [any(map(is_held_out, (path, *path.parents))) for path in below]
+
+
 def _standard_library(test_fraction: float) -> Text:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(
@@ -145,7 +157,7 @@ def _split_by_file(
         raise FileNotFoundError(
             f"a folder of text must hold files; got none in {root}. Name another by its path."
         )
-    is_test = [by_name and is_held_out(file) for file in files]
+    is_test = held_out(files) if by_name else []
     if len(set(is_test)) < 2:
         is_test = [
             zlib.crc32(f.relative_to(root).as_posix().encode()) < test_fraction * 2**32
@@ -193,13 +205,16 @@ def _cut(tokens: np.ndarray, test_fraction: float, source: str, *, is_bytes: boo
 def _folder_of_tokens(path: Path) -> Text:
     files = sorted(path.glob("*.bin"))
     check_inside(path, files)
-    if len(set(map(is_held_out, files))) < 2:
+    sides = held_out(files)
+    if len(set(sides)) < 2:
         raise ValueError(
             "a folder of tokens must hold .bin files to learn from and others with val or test in their names; got "
             f"{', '.join(printable(file.name) for file in files)} in {path}. Rename one, or name a single .bin."
         )
     train, test = (
-        tuple(read_tokens(file) for file in files if is_held_out(file) == side)
+        tuple(
+            read_tokens(file) for file, is_test in zip(files, sides, strict=True) if is_test == side
+        )
         for side in (False, True)
     )
     return Text(train, test, str(path), is_bytes=False)

@@ -380,17 +380,18 @@ def copy_files(
                 )
 
 
+def is_of_model(name: str) -> bool:
+    """Returns whether a file of this name says that a folder has a model, or a part of one."""
+    return name == CONFIG or ".safetensors" in name
+
+
 def check_no_model(folder: Path | str) -> None:
     """Raises ValueError if a folder has a model; every process must call it."""
     folder = Path(folder)
     there: Sequence[Path] = (
         sorted(folder.iterdir()) if folder.is_dir() else [folder] if folder.exists() else []
     )
-    own = [
-        path.name
-        for path in there
-        if path.name == CONFIG or ".safetensors" in path.name or path == folder
-    ]
+    own = [path.name for path in there if is_of_model(path.name) or path == folder]
     if found := exchange("model to write", own)[
         0
     ]:  # of the first process, which may be ahead of the others

@@ -29,11 +29,12 @@ says so, and the doubt goes along with it.
 from jaxpar.row_dependence.mark import row_wise
 from jaxpar.row_dependence.operation import span_of_shape
 from jaxpar.row_dependence.reader import Reader, traced
-from jaxpar.row_dependence.values import Kind, Span, Value
+from jaxpar.row_dependence.values import Kind, Reason, Span, Value
 
 __all__ = [
     "Kind",
     "Reader",
+    "Reason",
     "Span",
     "Value",
     "row_wise",

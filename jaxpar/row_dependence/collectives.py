@@ -18,6 +18,7 @@ from jaxpar.row_dependence.elements import elementwise
 from jaxpar.row_dependence.operation import Operation, span_of_shape
 from jaxpar.row_dependence.values import (
     BY_PART,
+    NONE,
     Kind,
     Value,
     Values,
@@ -87,7 +88,7 @@ def gathered(op: Operation, given: Values) -> Value:
 
 
 def _in_order_of_devices(op: Operation, value: Value) -> Value:
-    why = "" if op.is_of_library else op.told("it joins rows in the order of the devices")
+    why = NONE if op.is_of_library else op.told("it joins rows in the order of the devices")
     return Value(growth=value.growth, why=value.why or why)
 
 
@@ -103,7 +104,7 @@ def exchanged(op: Operation, given: Values) -> Value:
         return _NOT_KNOWN
     shape, *_ = op.out_shapes()
     span = span_of_shape(shape, dims, op.rows)
-    why = op.told(BY_PART) if value.place else ""
+    why = op.told(BY_PART) if value.place else NONE
     of_rows = replace(value, growth=1.0, why=why)
     return op.rows_at([of_rows], span, value.growth)
 
@@ -112,7 +113,7 @@ def sent(op: Operation, given: Values) -> list[Value]:
     """Of what other devices send, and of the number of the device."""
     count = op.num_outputs
     if op.joins_rows:
-        why = "" if op.is_of_library else op.told("it depends on the number of a device")
+        why = NONE if op.is_of_library else op.told("it depends on the number of a device")
         return [replace(_NOT_KNOWN, why=why)] * count
     if not given:
         return [Value()] * count

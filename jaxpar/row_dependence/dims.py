@@ -12,6 +12,10 @@ from jaxpar.row_dependence.elements import (
 )
 from jaxpar.row_dependence.operation import Operation, Shape
 from jaxpar.row_dependence.values import (
+    MOVED,
+    ORDERED,
+    SOME_OTHERWISE,
+    TAKEN,
     Kind,
     Place,
     Span,
@@ -210,7 +214,7 @@ def unstacked(op: Operation, given: Values) -> list[Value]:
     if value.span is None:
         return [value] * op.num_outputs
     if axis in value.span.dims:
-        made = op.mixed(given, "it takes some rows")
+        made = op.mixed(given, TAKEN)
         return [made] * op.num_outputs
     places = _renumbered(value.span.dims, [axis])
     made = op.rows_at(given, value.span.at(places), value.growth)
@@ -249,7 +253,7 @@ def sliced(op: Operation, given: Values) -> Value:
     if span is None or not dims:
         return value
     if len(dims) > 1 or "start_indices" not in op.params:
-        return op.mixed(given, "it takes some rows")
+        return op.mixed(given, TAKEN)
     (dim,) = dims
     is_in_groups = dim == span.last > span.first
     if is_in_groups and dim not in op.varying_in():
@@ -271,7 +275,7 @@ def _sliced_rows(op: Operation, value: Value, dim: int) -> Value:
         is_from_start = starts[0] == starts[1] < stride
         is_uneven = any(size % stride for size in sizes)
         if not is_from_start or is_uneven or op.parts_groups(stride / span.inner):
-            return op.mixed([value], "it takes some rows")
+            return op.mixed([value], TAKEN)
         return replace(value, span=span._replace(inner=span.inner / stride))
     block = Fraction(sizes[0], span.outer)
     is_whole = starts[0] % block == stops[0] % block == 0
@@ -280,7 +284,7 @@ def _sliced_rows(op: Operation, value: Value, dim: int) -> Value:
         return replace(value, span=span._replace(outer=outer))
     counts = [stop - start for start, stop in zip(starts, stops, strict=True)]
     if not op.is_float() and counts[0] == counts[1]:
-        return op.mixed([value], "it takes some rows")
+        return op.mixed([value], TAKEN)
     part = tuple(zip(starts, stops, strict=True))
     return replace(value, span=span._replace(part=part))
 
@@ -310,11 +314,11 @@ def concatenated(op: Operation, given: Values) -> Value:
         return op.rows_at(given, whole, growth)
     sizes = tuple(shape[axis] for shape in op.out_shapes())
     if not _are_in_order(parts, sizes):
-        return op.mixed(given, "it moves rows")
+        return op.mixed(given, MOVED)
     made = op.rows_at(given, first._replace(part=()), growth)
     if made.why or _are_shares(parts, sizes):
         return made
-    why = op.told("some rows are treated otherwise than others, by their places")
+    why = op.told(SOME_OTHERWISE)
     return replace(made, place=Place.OTHER, why=why)
 
 
@@ -364,7 +368,7 @@ def along(
         mixes: bool,
     ) -> Value:
         if mixes:
-            return op.mixed(given, "it orders or adds up rows", at)
+            return op.mixed(given, ORDERED, at)
         if adds:
             return joined(op, given, at)
         return elementwise(op, given, at)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from jaxpar.row_dependence.operation import Operation
 from jaxpar.row_dependence.values import (
+    NONE,
     ZERO,
     Kind,
     Place,
@@ -196,7 +197,7 @@ def chosen(op: Operation, given: Values, at: int = 0) -> Value:
     in_doubt = condition.why and condition.kind is not Kind.MIXED
     if in_doubt or condition.kind in (Kind.SUM, Kind.UNKNOWN):
         is_of_device = op.axis and condition.kind is Kind.UNKNOWN  # such as by its number
-        why = condition.why or ("" if is_of_device else op.told("a condition on a sum over rows"))
+        why = condition.why or (NONE if is_of_device else op.told("a condition on a sum over rows"))
         values = [_at_most_unknown(v) for v in given]
         return op.unknown(values, why, at)
     made = joined(op, cases, at)

@@ -9,7 +9,13 @@ import jax.numpy as jnp
 
 from jaxpar._compat import bind
 from jaxpar.row_dependence.operation import Operation
-from jaxpar.row_dependence.values import Kind, Value, Values
+from jaxpar.row_dependence.values import (
+    NONE,
+    Kind,
+    Reason,
+    Value,
+    Values,
+)
 
 Read = Callable[[Any, Any, Values], list[Value]]
 
@@ -43,8 +49,8 @@ def _doubt(
     op: Operation,
     given: Values,
     made: Sequence[Value],
-) -> str:
-    """Returns why gradients may not be those of each row; "" if they are as far as can be seen."""
+) -> Reason:
+    """Returns why gradients may not be those of each row; none if they are as far as can be seen."""
     pairs = zip(made, op.few.outvars, strict=True)
     of_results = [_gradient_of(v) for v, at in pairs if _is_real(at)]
     try:
@@ -54,11 +60,11 @@ def _doubt(
     found = read(few, many, [*given, *of_results])
     for value in found:
         if value.kind is Kind.MIXED:
-            return f"its own derivative mixes rows: {value.why}"
+            return value.why._replace(what=f"its own derivative mixes rows: {value.why.what}")
     is_plain = all(v.growth == 1 for v in given)
     if is_plain and any(v.kind in _OF_ROWS and v.growth not in (1, None) for v in found):
         return op.told("its own derivative depends on the number of rows")
-    return ""
+    return NONE
 
 
 def _gradient_of(value: Value) -> Value:

@@ -12,6 +12,9 @@ from jaxpar.row_dependence.operation import (
     span_of_shape,
 )
 from jaxpar.row_dependence.values import (
+    MOVED,
+    PUT_IN_ORDER,
+    TAKEN,
     TORN,
     ZERO,
     Kind,
@@ -232,7 +235,7 @@ def _gathered_rows(op: Operation, x: Value, index: Value) -> Value:
         return replace(made, why=x.why or index.why)
     if index.is_free:
         return op.mixed([x, index], "it reads one row")
-    return op.unknown([x, index], op.told("it moves rows"))
+    return op.unknown([x, index], op.told(MOVED))
 
 
 def _gathered_in_rows(op: Operation, x: Value, index: Value) -> Value:
@@ -273,7 +276,7 @@ def scattered(op: Operation, given: Values) -> Value:
     numbers = op.params["dimension_numbers"]
     by_index = set(dims) & set(numbers.scatter_dims_to_operand_dims)
     if by_index and index.place is not Place.INDEX:
-        return op.unknown(given, op.told("it puts rows in another order"))
+        return op.unknown(given, op.told(PUT_IN_ORDER))
     if updates.kind is Kind.SUM:
         return joined(op, [x, updates])
     few, _ = op.out_shapes()
@@ -314,7 +317,7 @@ def sliced_at(op: Operation, given: Values) -> Value:
     are_known = all(v.number for v in indices)
     if made.kind is x.kind or are_known:
         return made
-    return op.unknown(given, op.told("it takes some rows"))
+    return op.unknown(given, op.told(TAKEN))
 
 
 def updated_at(op: Operation, given: Values) -> Value:

@@ -12,8 +12,11 @@ import jax.numpy as jnp
 
 from jaxpar._compat import source_line
 from jaxpar.row_dependence.values import (
+    MOVED_APART,
+    NONE,
     Kind,
     Place,
+    Reason,
     Span,
     Value,
     Values,
@@ -70,9 +73,9 @@ class Operation:
         """Whether jaxpar's own code makes it."""
         return self.line.startswith(LIBRARY)
 
-    def told(self, what: str) -> str:
-        """Returns a sentence with the operation and its line."""
-        return f"{what} ({self.name} at {self.line})"
+    def told(self, what: str) -> Reason:
+        """Returns a reason with the operation and its line."""
+        return Reason(what, self.name, self.line)
 
     @property
     def joins_rows(self) -> bool:
@@ -169,7 +172,7 @@ class Operation:
         if span is None:
             return self.unknown(
                 given,
-                why or self.told("it moves rows apart"),
+                why or self.told(MOVED_APART),
             )
         place = max(v.place for v in given)
         if place and self.is_float() and not why:
@@ -209,7 +212,7 @@ class Operation:
             is_bound=is_bound,
         )
 
-    def unknown(self, given: Values, why: str = "", at: int = 0) -> Value:
+    def unknown(self, given: Values, why: Reason = NONE, at: int = 0) -> Value:
         """Returns a result of an operation that is not known: it is taken to have rows where its size says so."""
         mixed = [v for v in given if v.kind is Kind.MIXED]
         if mixed:

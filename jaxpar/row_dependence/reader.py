@@ -35,10 +35,12 @@ from jaxpar.row_dependence.rules import (
     TAKE_MIXED,
 )
 from jaxpar.row_dependence.values import (
+    NONE,
     OTHER_PROGRAM,
     ZERO,
     Kind,
     Place,
+    Reason,
     Value,
     Values,
     of_number,
@@ -146,7 +148,7 @@ class Reader:
     def _of_other_program(self, few: Any, many: Any, given: Values) -> Results:
         op = self._operation(_Whole(few), _Whole(many))
         line = _first_other_line(few, many) or self.caller
-        why = f"{OTHER_PROGRAM}, at {line}"
+        why = Reason(OTHER_PROGRAM, "another operation", line)
         values = list(given) or [Value(Kind.UNKNOWN)]
         return [op.unknown(values, why, at) for at in range(op.num_outputs)]
 
@@ -156,7 +158,7 @@ class Reader:
         if op.name in SPECIAL:
             return SPECIAL[op.name](self, op, given)
         if is_row_wise(op.few):
-            return [op.unknown(given, "", at) for at in outputs]
+            return [op.unknown(given, NONE, at) for at in outputs]
         if (inner := inlined(op.few)) is not None:
             inside = replace(self, caller=op.line)
             made = inside.read(inner, inlined(op.many), given)
@@ -170,7 +172,7 @@ class Reader:
                 Value(place=Place.OTHER if op.varying_out(at) else Place.NONE) for at in outputs
             ]
         if any(v.kind is Kind.MIXED for v in given) and op.name not in TAKE_MIXED:
-            return [op.unknown(given, "", at) for at in outputs]
+            return [op.unknown(given, NONE, at) for at in outputs]
         return self._by_rule(op, given)
 
     def _by_rule(self, op: Operation, given: Values) -> Results:
@@ -368,8 +370,7 @@ def _after_trips(op: Operation, goes_on: Value, value: Value, at: int) -> Value:
     # Under vmap a loop makes as many trips as any row needs, and each row keeps what its own made.
     if value.kind is Kind.ROWS and goes_on.kind is not Kind.MIXED:
         return value
-    what = goes_on.why or op.told("the number of trips depends on the rows")
-    return op.mixed([goes_on, value], what, at)
+    return op.mixed([goes_on, value], "the number of trips depends on the rows", at)
 
 
 def _of_varying_trips(op: Operation, before: Value, after: Value, at: int) -> Value:

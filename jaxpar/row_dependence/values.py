@@ -12,13 +12,39 @@ from typing import NamedTuple
 BY_PART = "it depends on the place of a head, or whatever devices exchange, in the part of one"
 TORN = "it adds up some dims of rows"
 OTHER_PROGRAM = "another program for another number of rows"
-REORDERED = (
-    "it takes some rows",
-    "it moves rows",
-    "it orders or adds up rows",
-    "it puts rows in another order",
-    "some rows are treated otherwise than others",
-)
+TAKEN = "it takes some rows"
+MOVED = "it moves rows"
+MOVED_APART = "it moves rows apart"
+ORDERED = "it orders or adds up rows"
+PUT_IN_ORDER = "it puts rows in another order"
+SOME_OTHERWISE = "some rows are treated otherwise than others, by their places"
+REORDERED = {TAKEN, MOVED, MOVED_APART, ORDERED, PUT_IN_ORDER, SOME_OTHERWISE}
+
+
+class Reason(NamedTuple):
+    """Why a value is in doubt or mixes rows, or what is taken to be right; without words there is none.
+
+    Attributes:
+        what: What is done, in words.
+        operation: The name of the operation that does it, if it is one.
+        line: Its line of code.
+        part: The part of the model that it is in: "embed", "layer", "head", "model" or "loss".
+    """
+
+    what: str = ""
+    operation: str = ""
+    line: str = ""
+    part: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.what)
+
+    def __str__(self) -> str:
+        place = f" ({self.operation} at {self.line})" if self.operation else ""
+        return f"{self.part}{': ' if self.part else ''}{self.what}{place}"
+
+
+NONE = Reason()
 
 
 class Kind(IntEnum):
@@ -120,8 +146,8 @@ class Value:
     is_bound: bool = False
     is_running: bool = False
     root_of: "Value | None" = None
-    assumed: str = ""
-    why: str = ""
+    assumed: Reason = NONE
+    why: Reason = NONE
 
     @property
     def rows(self) -> Span:
@@ -171,14 +197,14 @@ def product_of_growths(a: float | None, b: float | None, power: int = 1) -> floa
     return None if a is None or b is None else a * b**power
 
 
-def first_why(values: Values) -> str:
+def first_why(values: Values) -> Reason:
     """Returns what is in doubt about the first value of which something is."""
-    return next((value.why for value in values if value.why), "")
+    return next((value.why for value in values if value.why), NONE)
 
 
-def first_assumed(values: Values) -> str:
+def first_assumed(values: Values) -> Reason:
     """Returns what is assumed of the first value of which something is."""
     return next(
         (value.assumed for value in values if value.assumed),
-        "",
+        NONE,
     )

@@ -17,19 +17,23 @@ from jaxpar.data.checksums import checksum_of_files
 from jaxpar.huggingface import export
 from jaxpar.huggingface.export import check_is_of, dtype_of
 from jaxpar.huggingface.finite import OutOfRangeError
+from jaxpar.huggingface.folder import read_json, write_json
 from jaxpar.huggingface.from_codes import has_codes, layer_by_layer
 from jaxpar.layered_model import open_packed
 from jaxpar.models import lora
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.params import count_params
 from jaxpar.pipeline import LayerLayout
+from jaxpar.run.flags import CommonFlags
 from jaxpar.run.language_model import ModelFlags
 from jaxpar.run.messages import say
-from jaxpar.runtime.coordination import check_agreement
+from jaxpar.runtime.coordination import check_agreement, exchange
 from jaxpar.step.optimizer_state import Optimizer
 from jaxpar.trainable import trained_part
 
 CHECKED_BYTES = 2**20  # at each end of a file
+MARK = "save_hf.json"  # in the folder of a run: where it began to write its model
+PART_OF_SAFETENSORS = ".tmp"  # begins the name under which the library writes a file
 
 
 def check_origin(flags: Any, saved: Mapping[str, Any]) -> None:
@@ -158,6 +162,36 @@ def save_adapters(
     base = None if flags.init_from is None else str(flags.init_from)
     jaxpar.huggingface.write_adapters(folder, config, params, base=base)
     say(f"written: {folder}/, adapters for peft")
+
+
+def check_save_folder(folder: Path, flags: CommonFlags) -> None:
+    """Raises ValueError if the folder of --save-hf has a model, but for that of a run that was killed while it wrote it.
+
+    A run notes in its own folder that it begins to write (``begin_to_save``), and is then resumed with as many steps.
+    """
+    mark = _read_mark(flags.out_dir) if flags.resume else None
+    is_own = mark == _mark(folder, flags)
+    if not exchange("model that was begun", is_own)[0]:  # of the first process, which writes
+        jaxpar.huggingface.check_no_model(folder)
+
+
+def begin_to_save(folder: Path, flags: CommonFlags) -> None:
+    """Notes in the run's folder that the model is written now, and removes what is left of one that a killed run began."""
+    if jax.process_index() != 0:
+        return
+    if _read_mark(flags.out_dir) == _mark(folder, flags) and folder.is_dir():
+        for path in folder.iterdir():
+            if export.is_of_model(path.name) or path.name.startswith(PART_OF_SAFETENSORS):
+                path.unlink()
+    write_json(flags.out_dir / MARK, _mark(folder, flags))
+
+
+def _mark(folder: Path, flags: CommonFlags) -> dict[str, Any]:
+    return {"folder": str(folder.resolve()), "steps": flags.steps}
+
+
+def _read_mark(out_dir: Path) -> dict[str, Any] | None:
+    return read_json(out_dir / MARK) if (out_dir / MARK).exists() else None
 
 
 def check_room(folder: Path, config: TransformerConfig, *, described_by: Path | None) -> None:

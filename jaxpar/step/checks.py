@@ -12,7 +12,7 @@ from jaxpar.mesh import DATA, REPLICA, num_replicas
 from jaxpar.sharding import check_same_tree, path_string
 from jaxpar.step.loss_checks import check_loss
 from jaxpar.step.plan import Step
-from jaxpar.step.position_checks import check_owned, check_positions
+from jaxpar.step.position_checks import check_collectives, check_positions
 from jaxpar.step.row_checks import check_rows, num_rows_of, resized, shapes_of
 from jaxpar.trainable import check_params, is_frozen
 
@@ -39,7 +39,7 @@ def check_call(step: Step, params: PyTree, batch: PyTree) -> None:
     check_positions(model, loss, params, batch, mesh, step.shardings)
     forward = model.apply if is_layered else model
     microbatch = resized(shapes_of(batch), num_rows_of(batch) // num_microbatches)
-    check_owned(forward, loss, params, microbatch, step.shardings, mesh)
+    check_collectives(forward, loss, params, microbatch, step.shardings, mesh)
     if step.trains:
         _warn_of_unread(params, traced.unread)
 

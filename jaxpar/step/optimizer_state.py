@@ -304,7 +304,7 @@ def _read_of_layers(
 def _refuse_counts(found: Sequence[Value], layout: Any) -> None:
     """Raises for an optimizer whose updates depend on the number of positions, or on the least number in them: padding is 0."""
     is_counted = lambda value: value.growth not in (1.0, None)
-    if any(is_counted(value) or "(reduce_min at " in value.why for value in found):
+    if any(is_counted(value) or value.why.operation == "reduce_min" for value in found):
         raise ValueError(
             "an optimizer that counts the layers, or takes the least number of them, would count the padding of uneven stages; "
             f"got {layout.num_layers} layers in {layout.num_positions} positions. Spread the layers evenly."
@@ -313,9 +313,10 @@ def _refuse_counts(found: Sequence[Value], layout: Any) -> None:
 
 def _refuse_places(found: Sequence[Value], layout: Any) -> None:
     """Raises for an optimizer that numbers, takes, moves or sorts the layers along their dim, as layer-wise decay does."""
-    whys = [value.why for value in found if value.place or value.why.startswith(REORDERED)]
+    whys = [value.why for value in found if value.place or value.why.what in REORDERED]
     if whys:
-        line = max(whys).partition(" (")[2].removesuffix(")")
+        why = max(whys)
+        line = why.operation and f"{why.operation} at {why.line}"
         raise ValueError(
             "an optimizer must treat packed layers alike, or by sums over all of them, which are not in the model's order; got "
             f"one that numbers, takes, moves or sorts them{line and ': ' + line}, and layers packed for "

@@ -2,7 +2,7 @@
 
 Both sums of a loss are added over the devices that share a sequence, as they are over microbatches (``row_checks.py``). What a
 model does with positions is its own: attention reads those of other devices. So a model must send something over ``context``,
-as it must over ``data`` to params that replicas own (``check_owned``).
+as it must over ``data`` to params that replicas own (``check_collectives``).
 """
 
 import warnings
@@ -22,7 +22,7 @@ from jaxpar.data_parallel import batch_specs
 from jaxpar.fields import arg
 from jaxpar.layered_model import OUTER, LayeredModel
 from jaxpar.mesh import CONTEXT, DATA, MANUAL, TENSOR, abstract_mesh, cut_of, entry_axes
-from jaxpar.row_dependence import Kind, Reader, Value, traced
+from jaxpar.row_dependence import Kind, Reader, Reason, Value, traced
 from jaxpar.row_dependence.operation import LIBRARY
 from jaxpar.row_dependence.values import OTHER_PROGRAM, TORN
 from jaxpar.shard_map import as_on_a_device, manual_over_data_and_stage
@@ -111,12 +111,12 @@ def _warn(found: Found) -> None:
     The library's own models are right where they do otherwise on another number of devices, such as send copies of heads, and
     where a kernel takes positions in groups.
     """
-    is_right = lambda doubt: LIBRARY in doubt and (OTHER_PROGRAM in doubt or TORN in doubt)
-    doubts = [each for each in found.doubts if not is_right(each)]
+    is_right = lambda doubt: doubt.line.startswith(LIBRARY) and doubt.what in (OTHER_PROGRAM, TORN)
+    doubts = [_of_positions(each) for each in found.doubts if not is_right(each)]
     if doubts and jax.process_index() == 0:
         warnings.warn(
             "a device has some positions of a sequence, of which batch['positions'] and jaxpar.context_parallel.places say the "
-            f"numbers; got code that may depend on which a device has: {_of_positions('; '.join(doubts))}. Use these numbers, "
+            f"numbers; got code that may depend on which a device has: {'; '.join(map(str, doubts))}. Use these numbers, "
             "random keys that differ by position, and sums over the whole sequence (sum_over_sequence, max_over_sequence); "
             "send what each head has of its own, such as slopes, through sequence_to_heads. If it is right after all, compare "
             f"loss and gradients with those of {arg(context=1)}.",
@@ -152,7 +152,7 @@ def _of_devices(
     for copies_heads, (counts, whole) in product((True, False), cases):
         with copies_of_heads(counts[0] if copies_heads else 1):
             found = read(counts, whole)
-        if found and not any(OTHER_PROGRAM in each for each in found.doubts):
+        if found and not any(each.what == OTHER_PROGRAM for each in found.doubts):
             return found
         first = first or found
     if first is None and jax.process_index() == 0:
@@ -250,14 +250,13 @@ def _refuse_parts(found: Found) -> None:
         )
 
 
-def _of_positions(why: str) -> str:
-    """Returns what mixed rows, in words of positions; the name of a file stays."""
-    what, bracket, line = why.partition(" (")
-    what = what.partition(", where the batch")[0].replace("its microbatch", "its device")
-    return what.replace("row", "position") + bracket + line
+def _of_positions(why: Reason) -> Reason:
+    """Returns what mixed rows, in words of positions."""
+    what = why.what.partition(", where the batch")[0].replace("its microbatch", "its device")
+    return why._replace(what=what.replace("row", "position"))
 
 
-def check_owned(
+def check_collectives(
     forward: Callable[[PyTree, PyTree], PyTree],
     loss: Callable,
     params: PyTree,

@@ -39,6 +39,7 @@ from jaxpar.layered_model import (
 from jaxpar.row_dependence import (
     Kind,
     Reader,
+    Reason,
     Value,
     span_of_shape,
     traced,
@@ -83,7 +84,7 @@ def check_rows(
     if found is None and own == 1:
         found, by_row = _of_groups(model, loss, *shapes)
     if found is None:
-        doubts = [f"model and loss take no {sizes[0]} and no {sizes[1]} rows"]
+        doubts = [Reason(f"model and loss take no {sizes[0]} and no {sizes[1]} rows")]
     else:
         try:
             _refuse_parts(found)
@@ -157,20 +158,20 @@ class Found:
     ratio: float
     sums: list[Value] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    part_of: dict[str, str] = field(default_factory=dict)
-    doubts: list[str] = field(default_factory=list)
-    by_place: list[str] = field(default_factory=list)
+    part_of: dict[Reason, str] = field(default_factory=dict)
+    doubts: list[Reason] = field(default_factory=list)
+    by_place: list[Reason] = field(default_factory=list)
     joins_rows: bool = False
 
     def doubt(self, value: Value, part: str) -> None:
         """Notes what is in doubt about a value that a part returns."""
         if value.kind is not Kind.MIXED:
-            new = [f"{part}: {each}" for each in (value.why, value.assumed) if each]
+            new = [each._replace(part=part) for each in (value.why, value.assumed) if each]
             self.doubts += [each for each in new if each not in self.doubts]
             if value.place:
                 self.by_place += [each for each in new if each not in self.by_place]
 
-    def mixed_on_the_way(self) -> tuple[str, str] | None:
+    def mixed_on_the_way(self) -> tuple[str, Reason] | None:
         """Returns the part of the model that mixes rows which reach the loss, and how it does; None if none does."""
         whys = (value.why for value in self.sums if value.kind is Kind.MIXED)
         return next(((self.part_of[why], why) for why in whys if why in self.part_of), None)
@@ -207,18 +208,20 @@ class Found:
         powers = self.power(a), self.power(b)
         return None not in powers and not same_growth(*powers)
 
-    def described(self, value: Value) -> str:
-        """Returns what a sum is, in words."""
+    def described(self, value: Value) -> Reason:
+        """Returns what a sum is, in words, and the operation that makes it another than a sum."""
         if value.kind is Kind.MIXED:
-            return f"no sum over rows: {value.why}"
+            return value.why._replace(what=f"no sum over rows: {value.why.what}")
         if value.kind is Kind.ROWS:
-            return "a number for each row"
+            return Reason("a number for each row")
         power = self.power(value)
         if same_growth(power, 1.0):
-            return "a multiple of the number of rows" if value.is_free else "a sum over rows"
-        if same_growth(power, 1 / self.ratio):
-            return "the same for any number of rows" if value.is_free else "a mean over rows"
-        return "a sum over rows times what depends on their number"
+            what = "a multiple of the number of rows" if value.is_free else "a sum over rows"
+        elif same_growth(power, 1 / self.ratio):
+            what = "the same for any number of rows" if value.is_free else "a mean over rows"
+        else:
+            what = "a sum over rows times what depends on their number"
+        return Reason(what)
 
 
 @dataclass(frozen=True)
@@ -275,7 +278,8 @@ def examine(
         found.doubt(value, "loss")
         if value.growth is None and value.kind in (Kind.FREE, Kind.SUM) and not reader.axis:
             name = found.names[at] or ("loss_sum", "weight_sum")[at]
-            found.doubts.append(f"loss: how {name} depends on the number of rows")
+            what = f"how {name} depends on the number of rows"
+            found.doubts.append(Reason(what, part="loss"))
     return found
 
 
@@ -395,11 +399,12 @@ def _refuse_groups(found: Found | None) -> None:
         )
 
 
-def _warning(doubts: Sequence[str]) -> str:
+def _warning(doubts: Sequence[Reason]) -> str:
     return (
         "each row of a batch must be treated on its own and a loss must be a sum over rows, since rows are split into "
-        f"microbatches and replicas; got code of which that is not known: {'; '.join(doubts)}. It is taken to be right. "
-        "Compare numbers with jaxpar.check_split, and mark a function that treats rows on their own with jaxpar.row_wise."
+        f"microbatches and replicas; got code of which that is not known: {'; '.join(map(str, doubts))}. It is taken "
+        "to be right. Compare numbers with jaxpar.check_split, and mark a function that treats rows on their own with "
+        "jaxpar.row_wise."
     )
 
 
