@@ -138,6 +138,15 @@ def test_pickled_weights_are_refused_with_the_way_to_write_them_again(tmp_path):
         check_model_folder(tmp_path, "--init-from")
 
 
+def test_a_model_in_the_cache_of_the_hub_is_named(tmp_path):
+    model = tmp_path / "models--a--b" / "snapshots" / "abc"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    for given in (model.parent, model.parent.parent):
+        with pytest.raises(FileNotFoundError, match=rf"has models there: give --init-from {model}"):
+            check_model_folder(given, "--init-from")
+
+
 def test_no_model_is_written_to_a_file(tmp_path):
     (tmp_path / "a").write_text("b")
     with pytest.raises(

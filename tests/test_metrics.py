@@ -37,6 +37,16 @@ def test_a_file_of_metrics_that_is_deleted_while_it_is_written_is_told_once(tmp_
     assert said.count("metrics.jsonl was deleted while the run writes to it: its lines, also") == 1
 
 
+def test_a_folder_that_is_renamed_while_a_run_writes_to_it_is_told_once(tmp_path, capsys):
+    with MetricsLog(tmp_path / "a", 10, items_per_step=47) as log:
+        for step in range(6):
+            if step == 2:
+                (tmp_path / "a").rename(tmp_path / "b")
+            log.log(step, {"loss": 1.0})
+    said = capsys.readouterr().err
+    assert said.count("metrics.jsonl was renamed, or its folder, while the run writes to it") == 1
+
+
 def log_steps(folder, steps, *, loss=lambda step: 1 / (1 + step), first_step=0):
     with MetricsLog(folder, 10, items_per_step=47, first_step=first_step) as log:
         for step in steps:

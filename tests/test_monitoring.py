@@ -9,7 +9,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpar.__main__ import main
-from jaxpar.jobs import Job, to_jobset, to_podmonitor, to_trainjob
+from jaxpar.jobs import Job, remarks, to_jobset, to_podmonitor, to_trainjob
 from jaxpar.jobs.job import JobSettings
 from jaxpar.metrics.exporters import PrometheusExporter
 from jaxpar.metrics.log import MetricsLog
@@ -241,6 +241,22 @@ def test_the_page_labels_series_of_annotated_pods_alike():
         (endpoint,) = to_podmonitor(SERVED)["spec"]["podMetricsEndpoints"]
         written = {"sourceLabels": rule["source_labels"], "targetLabel": rule["target_label"]}
         assert [written] == endpoint["relabelings"]
+
+
+def test_a_podmonitor_of_all_pods_or_without_the_label_of_a_run_is_remarked_on():
+    monitor = to_podmonitor(SERVED)
+    assert not remarks(monitor)
+    labels = monitor["spec"]["selector"]["matchLabels"]
+    number = labels.pop("batch.kubernetes.io/job-completion-index")
+    (said,) = remarks(monitor)
+    assert "every other pod is a target that is down. Add batch.kubernetes.io/job-comp" in said
+    labels["batch.kubernetes.io/job-completion-index"] = number
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    endpoint["relabelings"][0]["targetLabel"] = "job"
+    (said,) = remarks(monitor)
+    assert said.startswith("spec.podMetricsEndpoints.0 makes no label run, by which the alerts")
+    del endpoint["relabelings"]
+    assert remarks(monitor) == [said]
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def test_a_model_that_a_killed_run_began_to_write_is_written_anew_when_it_is_res
     ]
     for other in others:
         with pytest.raises(
-            ValueError, match="a model is written to a folder without one; got .*hf"
+            ValueError, match=r"a model is written to a folder without one; got .*hf"
         ):
             model_files.check_save_folder(folder, other)
     model_files.check_save_folder(folder, resumed)

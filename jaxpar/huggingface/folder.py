@@ -45,6 +45,9 @@ _INTEGERS = {
     for bits in (8, 16, 32, 64)
 }
 DTYPES = FLOATS | _INTEGERS | {"BOOL": np.dtype(bool)}
+SNAPSHOTS = (
+    "snapshots"  # the folder of the versions of a model in the cache of the Hugging Face Hub
+)
 CONFIG = "config.json"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -282,6 +285,9 @@ def check_model_folder(given: Path | str, flag: str, *, needs_weights: bool = Tr
                 f"jaxpar reads no pickles, such as {printable(others[0])} there: write the weights again, by "
                 "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of transformers."
             )
+        here = folder if folder.name == SNAPSHOTS else folder / SNAPSHOTS
+        if snapshots := sorted(here.glob(f"*/{CONFIG}")):
+            remedy = f"The cache of the Hugging Face Hub has models there: give {flag} {snapshots[-1].parent}."
         if (folder / "checkpoints").is_dir():
             command = f"python -m jaxpar export {shlex.quote(str(folder))} DIR"
             remedy = f"It is a run: write its model with {command}, and give {flag} DIR."

@@ -32,14 +32,13 @@ from jaxpar.jobs.pods import (
     check_references,
     labels_of,
 )
-from jaxpar.jobs.selectors import check_together
+from jaxpar.jobs.selectors import NUMBER_LABEL, check_together
 from jaxpar.jobs.workload import NODE, workloads
 from jaxpar.runtime.output import needing_extra, printable
 from jaxpar.runtime.process_env import NAMES
 
 INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 PORTS_OF_MONITOR = ("port", "portNumber", "targetPort")
-NUMBER_LABEL = "batch.kubernetes.io/job-completion-index"
 LETTER_FIRST = (
     "JobSet",
     "TrainJob",

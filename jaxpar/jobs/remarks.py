@@ -18,6 +18,7 @@ from jaxpar.jobs.job import (
 from jaxpar.jobs.manifests import PARTS
 from jaxpar.jobs.pods import BIND_VARIABLE, REFERENCE
 from jaxpar.jobs.restarts import restart_remarks
+from jaxpar.jobs.selectors import monitor_remarks
 from jaxpar.jobs.serving_remarks import service_remarks, serving_remarks
 from jaxpar.jobs.shells import shell_remarks
 from jaxpar.jobs.workload import (
@@ -77,6 +78,7 @@ def remarks(manifest: Mapping[str, Any]) -> list[str]:
         *restart_remarks(manifest),
         *serving_remarks(manifest),
         *service_remarks(manifest),
+        *monitor_remarks(manifest),
         *_suspended(manifest),
     ]
 

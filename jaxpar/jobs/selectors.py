@@ -1,11 +1,13 @@
 """Whether the manifests of a file lead to one another: a Service to a Deployment's pods, a PodMonitor to those of a job."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxpar.jobs.pods import labels_of
 from jaxpar.jobs.workload import workloads
 
+NUMBER_LABEL = "batch.kubernetes.io/job-completion-index"
+RUN_LABEL = "run"  # of alerts.yaml and dashboard.json
 JOB_LABEL = "jobset.sigs.k8s.io/jobset-name"
 OF_CONTROLLERS = (
     "jobset.sigs.k8s.io/",
@@ -117,3 +119,23 @@ def _check_endpoints(monitor: Mapping[str, Any], job: Mapping[str, Any]) -> None
                     f"the {field} of a PodMonitor must be {kind} of the pods; got {endpoint[field]!r}, which "
                     f"{job['metadata']['name']} has not. Write the job with --metrics-port."
                 )
+
+
+def monitor_remarks(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a line for each thing without which a PodMonitor finds other pods than those with metrics, or names no run."""
+    if manifest["kind"] != "PodMonitor":
+        return
+    selector = manifest["spec"]["selector"]
+    chosen = {each["key"] for each in selector.get("matchExpressions", [])}
+    if NUMBER_LABEL not in {*selector.get("matchLabels", {}), *chosen}:
+        yield (
+            f"spec.selector has no {NUMBER_LABEL}: process 0 alone has metrics, and every other pod is a target that is down. "
+            f'Add {NUMBER_LABEL}: "0"'
+        )
+    for number, endpoint in enumerate(manifest["spec"]["podMetricsEndpoints"]):
+        made = {each.get("targetLabel") for each in endpoint.get("relabelings", [])}
+        if RUN_LABEL not in made:
+            yield (
+                f"spec.podMetricsEndpoints.{number} makes no label {RUN_LABEL}, by which the alerts and the dashboard name a "
+                f"run. Add a relabeling with targetLabel: {RUN_LABEL}, as `manifest --kind podmonitor` writes it"
+            )

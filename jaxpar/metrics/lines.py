@@ -55,7 +55,7 @@ class LineFile:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
         self._waiting: deque[bytes] = deque()  # the first may be the rest of a line
         self._problem: OSError | None = None
-        self._is_deleted = False
+        self._is_moved = False
 
     def write(self, line: str) -> None:
         """Appends a line after the waiting ones, as far as the disk accepts them."""
@@ -72,16 +72,32 @@ class LineFile:
             self._problem = error
         else:
             self._problem = None
-            self._tell_if_deleted()
+            self._tell_if_moved()
 
-    def _tell_if_deleted(self) -> None:
-        """Tells once that the file has no name any more, so that what is written to it is lost."""
-        if not self._is_deleted and os.fstat(self._file).st_nlink == 0:
-            self._is_deleted = True
-            tell(
-                f"{self.path} was deleted while the run writes to it: its lines, also those of later steps, are lost. Stop the "
-                "run and resume it for a new one"
-            )
+    def _tell_if_moved(self) -> None:
+        """Tells once that the file no longer has its name: what is written to it is lost, or is apart from what comes later."""
+        if self._is_moved or self._has_its_name():
+            return
+        self._is_moved = True
+        is_deleted = os.fstat(self._file).st_nlink == 0
+        what = "deleted" if is_deleted else "renamed, or its folder,"
+        lost = (
+            "are lost"
+            if is_deleted
+            else "are there, and what else the run writes is in a new folder of the old name"
+        )
+        tell(
+            f"{self.path} was {what} while the run writes to it: its lines, also those of later steps, {lost}. Stop the run "
+            "and resume it"
+        )
+
+    def _has_its_name(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._file), self.path.stat())
+        except FileNotFoundError:
+            return False
+        except OSError:  # such as of a disk that is away for a moment
+            return True
 
     def close(self) -> OSError | None:
         """Closes the file; returns an error that names missing lines and the reason, None if there are none."""
