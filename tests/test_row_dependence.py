@@ -387,6 +387,21 @@ def test_a_derivative_of_its_own_that_mixes_rows_puts_a_function_in_doubt(name):
     assert found.why.what.startswith(why) if why else not found.why
 
 
+@pytest.mark.parametrize("name", [name for name in OWN if name != "none"])
+def test_a_rule_of_tangents_that_mixes_rows_puts_a_function_in_doubt(name):
+    rule, why = OWN[name]
+    function = jax.custom_jvp(lambda h: 2 * h)
+    tangent = lambda t, h: 2 * t * jax.lax.stop_gradient(rule(h))  # linear in t, as JAX wants it
+    function.defjvp(lambda of, to: (2 * of[0], tangent(to[0], of[0])))
+    (found,) = read(lambda p, h, y, t: function(h))
+    assert found.kind is Kind.ROWS
+    if why:
+        assert "its own derivative" in found.why.what
+        assert "test_row_dependence.py" in found.why.line
+    else:
+        assert not found.why
+
+
 def test_a_sum_with_a_derivative_of_its_own_that_mixes_rows_is_in_doubt():
     total = jax.custom_vjp(lambda h: jnp.sum(h))
     total.defvjp(lambda h: (jnp.sum(h), h), lambda h, ct: (ct * h / jnp.linalg.norm(h),))

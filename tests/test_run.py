@@ -364,6 +364,16 @@ def test_a_resume_tells_what_differs_from_the_saved_run_and_what_it_cannot_compa
     )
 
 
+def test_an_optimizer_with_a_key_is_compared_by_its_numbers(tmp_path):
+    flags = BasicFlags.of(out_dir=tmp_path, steps=1, checkpoint_every=1)
+    noisy = lambda seed: optax.noisy_sgd(0.01, key=jax.random.key(seed))
+    assert trained(flags, noisy(1), settings={"rows": 4}) == []
+    more = flags.replace(resume=True, steps=2)
+    assert trained(more, noisy(1), settings={"rows": 4}) == []
+    [told] = trained(more.replace(steps=3), noisy(2), settings={"rows": 4})
+    assert told.startswith("the optimizer is not that of the saved run: its update computes with")
+
+
 def test_a_schedule_of_another_number_of_steps_is_told_as_such(tmp_path):
     flags = BasicFlags.of(out_dir=tmp_path, steps=2, checkpoint_every=1)
     of_steps = lambda flags: optax.adam(optax.cosine_decay_schedule(0.1, flags.common.steps))

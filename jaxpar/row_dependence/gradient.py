@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar._compat import bind
-from jaxpar.row_dependence.operation import Operation
+from jaxpar.row_dependence.operation import LIBRARY, Operation
 from jaxpar.row_dependence.values import (
     NONE,
     Kind,
@@ -19,7 +19,7 @@ from jaxpar.row_dependence.values import (
 
 Read = Callable[[Any, Any, Values], list[Value]]
 
-_NAME = "custom_vjp_call"
+_NAMES = ("custom_vjp_call", "custom_jvp_call")
 _OF_ROWS = (Kind.ROWS, Kind.SUM)
 
 
@@ -37,7 +37,7 @@ def in_doubt_by_gradient(
         given: The values of its operands.
         made: Those of its results.
     """
-    is_own = op.name.startswith(_NAME)
+    is_own = op.name.startswith(_NAMES)
     if not is_own or not any(v.kind in _OF_ROWS for v in made):
         return list(made)
     why = _doubt(read, op, given, made)
@@ -60,7 +60,10 @@ def _doubt(
     found = read(few, many, [*given, *of_results])
     for value in found:
         if value.kind is Kind.MIXED:
-            return value.why._replace(what=f"its own derivative mixes rows: {value.why.what}")
+            what = f"its own derivative mixes rows: {value.why.what}"
+            # That of a sum of gradients is here.
+            is_here = value.why.line.startswith(LIBRARY)
+            return op.told(what) if is_here else value.why._replace(what=what)
     is_plain = all(v.growth == 1 for v in given)
     if is_plain and any(v.kind in _OF_ROWS and v.growth not in (1, None) for v in found):
         return op.told("its own derivative depends on the number of rows")

@@ -21,6 +21,7 @@ from jaxtyping import PyTree
 
 from jaxpar._compat import literals
 from jaxpar.checkpoint.manifest import plain_json
+from jaxpar.checkpoint.state import as_numbers
 from jaxpar.data.checksums import checksum
 from jaxpar.fields import brief
 from jaxpar.run.kept_numbers import describe, kept_numbers
@@ -253,7 +254,8 @@ def numbers_of(optimizer: Any, params: PyTree) -> dict[str, Any] | None:
         traced = jax.make_jaxpr(lambda params: first_update(optimizer, params))(params)
     except Exception:  # of any kind: an optimizer is a function of the user
         return None
-    found = [_text(np.asarray(value)) for value in (*literals(traced), *traced.consts)]
+    values = as_numbers([*literals(traced), *traced.consts])
+    found = [_text(np.asarray(value)) for value in values]
     return {
         "checksum": checksum([np.frombuffer(" ".join(found).encode(), np.uint8)]),
         "numbers": [*dict.fromkeys(found)][:MOST],
