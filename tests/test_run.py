@@ -374,6 +374,16 @@ def test_an_optimizer_with_a_key_is_compared_by_its_numbers(tmp_path):
     assert told.startswith("the optimizer is not that of the saved run: its update computes with")
 
 
+def test_an_optimizer_that_treats_other_params_with_the_same_numbers_is_told(tmp_path):
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    halves = {"fast": optax.sgd(0.1), "slow": optax.sgd(0.01)}
+    of = lambda **labels: numbers_of(optax.partition(halves, labels), params)
+    one, other = of(a="fast", b="slow"), of(a="slow", b="fast")
+    assert one["of_each_update"] != other["of_each_update"]
+    assert one["checksum"] == other["checksum"]
+    assert one == of(a="fast", b="slow")
+
+
 def test_a_schedule_of_another_number_of_steps_is_told_as_such(tmp_path):
     flags = BasicFlags.of(out_dir=tmp_path, steps=2, checkpoint_every=1)
     of_steps = lambda flags: optax.adam(optax.cosine_decay_schedule(0.1, flags.common.steps))

@@ -44,6 +44,7 @@ from jaxpar._compat.jaxprs import (
     linear_solve,
     literal_value,
     literals,
+    literals_of_outputs,
     opened,
     source_line,
     with_inner,

@@ -87,6 +87,18 @@ def literals(jaxpr: Any) -> list[Any]:
     return values
 
 
+def literals_of_outputs(closed: Any) -> list[set[str]]:
+    """Returns for each output of a jaxpr the values written into the equations that it depends on, as text."""
+    of: dict[Any, set[str]] = {}
+    read = lambda x: set() if isinstance(x, Literal) else of.get(x, set())
+    for equation in closed.jaxpr.eqns:
+        inside = (x for each in with_inner(equation) for x in each.invars)
+        own = {str(x.val) for x in inside if isinstance(x, Literal)}
+        own = own.union(*map(read, equation.invars))
+        of |= dict.fromkeys(equation.outvars, own)
+    return [read(x) for x in closed.jaxpr.outvars]
+
+
 def drawn_shapes(jaxpr: Any) -> list[tuple[int, ...]]:
     """Returns the shapes of the random numbers that a jaxpr draws, in the order of its equations."""
     shapes = []

@@ -12,14 +12,14 @@ model and the loss are compared by the settings of a run alone: a run without an
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpar._compat import literals
+from jaxpar._compat import literals, literals_of_outputs
 from jaxpar.checkpoint.manifest import plain_json
 from jaxpar.checkpoint.state import as_numbers
 from jaxpar.data.checksums import checksum
@@ -187,7 +187,7 @@ class Traits:
         is_apart = (
             isinstance(then, Mapping)
             and now is not None
-            and then.get("checksum") != now["checksum"]
+            and any(then.get(name) != now[name] for name in ("checksum", "of_each_update"))
         )
         if (
             isinstance(then, Mapping)
@@ -250,14 +250,17 @@ def numbers_of(optimizer: Any, params: PyTree) -> dict[str, Any] | None:
         optimizer: An optax optimizer.
         params: Arrays or ShapeDtypeStructs.
     """
+    update = lambda params: first_update(optimizer, params)
     try:
-        traced = jax.make_jaxpr(lambda params: first_update(optimizer, params))(params)
+        traced, made = jax.make_jaxpr(update, return_shape=True)(params)
     except Exception:  # of any kind: an optimizer is a function of the user
         return None
+    updates = literals_of_outputs(traced)[: len(jax.tree.leaves(made[0]))]
     values = as_numbers([*literals(traced), *traced.consts])
     found = [_text(np.asarray(value)) for value in values]
     return {
-        "checksum": checksum([np.frombuffer(" ".join(found).encode(), np.uint8)]),
+        "checksum": _checksum_of(found),
+        "of_each_update": _checksum_of(" ".join(sorted(each)) for each in updates),
         "numbers": [*dict.fromkeys(found)][:MOST],
     }
 
@@ -270,6 +273,10 @@ def _is_told(
     told = {_text(number) for pair in kept.values() for number in pair}
     apart = {*now["numbers"]} ^ {*map(str, then if isinstance(then, list) else [])}
     return bool(apart) and apart <= told
+
+
+def _checksum_of(texts: Iterable[str]) -> str:
+    return checksum([np.frombuffer("\n".join(texts).encode(), np.uint8)])
 
 
 def _text(value: np.ndarray) -> str:
