@@ -1,5 +1,6 @@
 """recipes/digits.py, run as a user runs it: the same numbers however it is split, what it writes, what it refuses."""
 
+import importlib.util
 import itertools
 import json
 import shutil
@@ -243,8 +244,9 @@ def test_flags_that_cannot_be_used_are_refused_before_anything_is_compiled(
 def test_a_library_that_is_not_installed_is_named_with_its_extra(
     monkeypatch, capsys, tmp_path, library, extra
 ):
+    find = importlib.util.find_spec
     monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: None if name == library else object()
+        "importlib.util.find_spec", lambda name: None if name == library else find(name)
     )
     assert f"got none. Install it: pip install -e '.[{extra}]' in the clone of jaxpar." in refused(
         capsys, tmp_path
