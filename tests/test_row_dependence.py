@@ -104,6 +104,13 @@ ROWS = {
     "a number that is cut": lambda p, h, y, t: jnp.concatenate(
         [h, h * jnp.broadcast_to(p[0], (2 * len(h),))[: len(h), None, None]]
     ),
+    "a loop that each row leaves by itself": lambda p, h, y, t: jax.vmap(
+        lambda row: jax.lax.while_loop(lambda r: jnp.abs(r).max() > 0.1, lambda r: r / 2, row)
+    )(h),
+    "a loop that rows which are done are kept from": lambda p, h, y, t: halved(
+        h, lambda r, big: jnp.where(big[:, None, None], r / 2, r)
+    ),
+    "an interpolation": lambda p, h, y, t: jnp.interp(h, jnp.linspace(-1, 1, 6), jnp.sort(p)),
     "kept from 0": lambda p, h, y, t: (
         h / jnp.maximum(jnp.linalg.norm(h, axis=-1, keepdims=True), 1e-6)
     ),
@@ -214,6 +221,20 @@ def test_a_loop_over_rows_that_starts_from_params_adds_them_once():
 
 
 # --- doubts and marks -------------------------------------------------------------------------------------------------
+
+
+def halved(h, halve, goes_on=jnp.any):
+    """Rows that are halved while some are large."""
+    are_big = lambda r: jnp.abs(r).max((1, 2)) > 0.1
+    trip = lambda r: halve(r, are_big(r))
+    return jax.lax.while_loop(lambda r: goes_on(are_big(r)), trip, h)
+
+
+@pytest.mark.parametrize("goes_on", [jnp.any, lambda big: big.sum() > 1, lambda big: ~(~big).all()])
+def test_a_loop_of_as_many_trips_as_the_largest_row_needs_is_a_doubt(goes_on):
+    (found,) = read(lambda p, h, y, t: halved(h, lambda r, big: r / 2, goes_on))
+    assert found.kind is Kind.ROWS
+    assert "test_row_dependence.py" in found.why.line
 
 
 def by_token(h, t):

@@ -51,6 +51,9 @@ def _sets_shardings(params: dict[str, Any]) -> bool:
 
 def inlined(equation: Any) -> Any:
     """Returns the jaxpr of a call, also of one with a derivative of its own; None for other equations."""
+    held = held_primitive(equation)
+    if held is not None and not is_remat(equation):
+        return _expanded(held)
     name = call_name(equation)
     is_call = name in CALLS or name == "composite" or name.startswith("custom_")
     if not is_call:
@@ -58,6 +61,14 @@ def inlined(equation: Any) -> Any:
     params = params_of(equation)
     held = [params[key] for key in _OF_ANY_CALL if key in params]
     return held[0] if held and is_jaxpr(held[0]) else None
+
+
+def _expanded(held: Any) -> Any:
+    """Returns the jaxpr of a primitive that is written in others, as searchsorted is since JAX 0.12; None if it fails."""
+    try:
+        return jax.make_jaxpr(held.expand)(*jax.tree.unflatten(held.in_tree, held.in_avals_flat))
+    except Exception:  # it is no public interface
+        return None
 
 
 def constraint_of(equation: Any) -> Any:

@@ -230,9 +230,13 @@ class Reader:
         (goes_on,) = self.read(*op.both("cond_jaxpr"), [*first, *carry])
         if goes_on.is_free and goes_on.growth == 1:
             return carry
-        kept = _kept(opened(few), of_body, len(carry))
-        pairs = zip(carry, kept, strict=True)
-        return [v if k else _after_trips(op, goes_on, v, at) for at, (v, k) in enumerate(pairs)]
+        body = opened(few)
+        kept = _kept(body, of_body, len(carry))
+        made = []
+        for at, (value, is_kept) in enumerate(zip(carry, kept, strict=True)):
+            is_own = is_kept or _keeps_rows(body, body.invars[of_body + at], body.outvars[at])
+            made.append(value if is_kept else _after_trips(op, goes_on, value, at, is_own=is_own))
+        return made
 
     def _scan(self, op: Operation, given: Values) -> Results:
         first, count = scan_counts(op.few)
@@ -363,13 +367,32 @@ def _kept(body: Any, first: int, count: int) -> list[bool]:
     return [a is b for a, b in zip(carried, body.outvars, strict=False)]
 
 
-def _after_trips(op: Operation, goes_on: Value, value: Value, at: int) -> Value:
-    """Returns a value after trips whose number depends on the rows."""
+def _keeps_rows(body: Any, before: Any, after: Any) -> bool:
+    """Whether the body of a loop chooses, for each row, between what it makes of a value and the value itself.
+
+    Under vmap a loop makes as many trips as any row needs, and each row keeps what its own made.
+    """
+    equation = next((each for each in body.eqns if after in each.outvars), None)
+    if equation is None:
+        return False
+    if equation.primitive.name == "select_n":
+        choice, *cases = equation.invars
+        return choice.aval.ndim > 0 and any(case is before for case in cases)
+    given = [at for at, each in enumerate(equation.invars) if each is before]
+    if (inner := inlined(equation)) is None or not given:
+        return False
+    inside = opened(inner)
+    to = equation.outvars.index(after)
+    return _keeps_rows(inside, inside.invars[given[0]], inside.outvars[to])
+
+
+def _after_trips(op: Operation, goes_on: Value, value: Value, at: int, *, is_own: bool) -> Value:
+    """Returns a value after trips whose number depends on the rows; ``is_own``: on a row alone, for what is of that row."""
     if goes_on.kind is Kind.ROWS:
         return elementwise(op, [goes_on, value], at)
-    # Under vmap a loop makes as many trips as any row needs, and each row keeps what its own made.
     if value.kind is Kind.ROWS and goes_on.kind is not Kind.MIXED:
-        return value
+        why = goes_on.why or op.told("the number of trips depends on the rows")
+        return value if is_own else op.unknown([goes_on, value], why, at)
     return op.mixed([goes_on, value], "the number of trips depends on the rows", at)
 
 

@@ -148,8 +148,9 @@ def _steps(
             return
 
 
-# A kernel of Triton's multiplies the weights of one layer only after XLA has copied them out of those of all layers.
-BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+# A kernel of Triton's multiplies the weights of one layer only after XLA has copied them out of those of all layers; cuBLAS
+# reads them where they are, also with the flags of a run that copy slices (``EACH_KERNEL_ONCE``).
+BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": True}
 
 
 class JitForGpus(NamedTuple):
