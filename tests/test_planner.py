@@ -37,12 +37,13 @@ from jaxpar.planner import (
 )
 from jaxpar.planner.cluster import Links, collective_seconds
 from jaxpar.planner.fused import FORWARD, planned_attention
-from jaxpar.planner.job import divisors
+from jaxpar.planner.job import EVERY_STAGE, LAST_STAGE, divisors
 from jaxpar.planner.kernel_seconds import memory_rate, product_seconds
 from jaxpar.planner.kernels import Product, kernels_of, peak_of_kernels
 from jaxpar.planner.ops import Analysis
 from jaxpar.planner.search import Estimator, likely_choices
 from jaxpar.planner.state import AtRest
+from jaxpar.planner.step_time import _ticks
 from jaxpar.planner.traffic import step_traffic
 from jaxpar.run.language_model import ModelFlags, config_of_flags
 from jaxpar.schedule import NUM_CHUNKS, Costs, make_schedule, simulate
@@ -568,12 +569,36 @@ def test_makespans_are_the_simulators(name, chunks, form):
     )
     structure = structure_of(table)
     seconds = lambda row: sum(costs.of(table, *op) for op in row)
-    lockstep = sum(count * (max(map(seconds, tick)) + costs.p2p) for tick, count in structure.ticks)
+    lockstep = sum(max(map(seconds, tick)) + costs.p2p for tick in structure.ticks)
     for timing, found in (
         ("free", makespan(structure, costs, [costs.p2p] * 4)),
         ("lockstep", lockstep),
     ):
         assert found == pytest.approx(simulate(table, costs, timing=timing).makespan, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "shared", "alone"),
+    [("gpipe", 1, 8, 0), ("1f1b", 1, 8, 0), ("interleaved", 2, 12, 0), ("zb-h1", 1, 5, 3)],
+)
+def test_the_head_is_charged_in_the_ticks_in_which_the_program_runs_it(
+    schedule, chunks, shared, alone
+):
+    choice = Choice(stage=4, num_microbatches=8, schedule=schedule, num_chunks=chunks)
+    heads = choice.heads(8)
+    assert (heads.count(EVERY_STAGE), heads.count(LAST_STAGE)) == (shared, alone)
+    segments = choice.program(8).segments
+    with_head = [each for each in segments if each.has_head and "F" in each.ops]
+    assert sum(len(each.ticks) for each in with_head if each.masked) == shared
+    shape = KEPT(dataclasses.replace(SMALL, num_layers=8))
+    estimator = Estimator(shape, cluster("h100"), 8, optax.sgd(0.1), "spmd", Assumptions())
+    prices = estimator.prices(choice)
+    assert prices.shares_head
+    before = _ticks(prices, 8)
+    prices.head_computing += 1
+    prices.whole_head += 100
+    # What is sent beside a longer head is no longer waited for.
+    assert _ticks(prices, 8) - before == pytest.approx(shared + 100 * alone, abs=0.1)
 
 
 def test_a_softmax_keeps_logits_or_their_gradient_and_not_each_step_in_between():

@@ -20,10 +20,14 @@ from jax.sharding import AbstractMesh
 from jaxpar.fields import arg
 from jaxpar.mesh import AXES, OF_ZERO, abstract_mesh, shown_sizes
 from jaxpar.pipeline import LayerLayout, Program, one_stage, spmd_program
+from jaxpar.pipeline.segments import segments_of
+from jaxpar.pipeline.timetable import Timetable
 from jaxpar.schedule import NAMED, PLACEMENT, Schedule, lockstep_form, make_schedule
 from jaxpar.schedule.simulate import Structure, structure_of
 
 EXPERTS = "experts"
+
+EVERY_STAGE, LAST_STAGE, NO_STAGE = "every", "last", "none"  # that run the head in a tick
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +120,13 @@ class Choice:
         """Returns the structure of the table, from which its makespan follows for any costs."""
         return _structure(self._scheduled(num_microbatches), form or self.form, by_tick)
 
+    def heads(self, num_microbatches: int) -> tuple[str, ...]:
+        """Returns for each tick of lock-step on GPUs whether ``EVERY_STAGE``, the ``LAST_STAGE`` or ``NO_STAGE`` runs the head.
+
+        The last stage does so only in a tick of an F of its last chunk.
+        """
+        return _heads(self._scheduled(num_microbatches))
+
     def program(self, num_microbatches: int) -> Program:
         """Returns the compiled schedule for a number of microbatches, as GPUs run it."""
         if self.stage == 1:  # under remat the backward pass of a layer runs it again
@@ -207,6 +218,17 @@ def _table(choice: Choice, form: str) -> Schedule:
 @lru_cache(maxsize=512)
 def _structure(choice: Choice, form: str, by_tick: bool) -> Structure:
     return structure_of(_table(choice, form), by_tick=by_tick)
+
+
+@lru_cache(maxsize=512)
+def _heads(choice: Choice) -> tuple[str, ...]:
+    heads: list[str] = []
+    timetable = Timetable(_table(choice, choice.form))
+    for segment in segments_of(timetable, masks=True, skips=()):
+        runs = segment.has_head and "F" in segment.ops
+        where = (EVERY_STAGE if segment.masked else LAST_STAGE) if runs else NO_STAGE
+        heads += [where] * len(segment.ticks)
+    return tuple(heads)
 
 
 @lru_cache(maxsize=512)

@@ -22,6 +22,7 @@ from jaxpar.planner.job import Choice
 from jaxpar.planner.kernels import VIEWS, Kernels, kernels_of, peak_of_kernels
 from jaxpar.planner.model_shape import ModelShape, Traced
 from jaxpar.planner.shape_checks import check_trips
+from jaxpar.schedule import PLACEMENT
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.trainable import trained_indices
 
@@ -335,7 +336,7 @@ class Analysis:
 
     def part_of_head(self, choice: Choice) -> Work | None:
         """The work of a stage that shares the head, if it is a sum over rows or positions (``executor.py``); else None."""
-        if choice.num_chunks >= choice.stage or choice.splits_backward:
+        if choice.num_chunks >= choice.stage or PLACEMENT[choice.schedule] != "loop":
             return None
         is_split = any(self.layer.cuts.get(value) == 1 for value in self.split.values["y"])
         part = self._traced.part_of_head(choice.stage, self.tensor if is_split else 1)

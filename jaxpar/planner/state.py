@@ -198,7 +198,8 @@ def _pipelined(
         NAMED[choice.schedule].splits_backward or layout.num_chunks > 1 or not layout.is_even
     )
     head = analysis.head_bytes_of_branch if skips_head else analysis.head_bytes_of_op
-    if masks and analysis.part_of_head(choice):
+    # Where W is apart from B, a tick that skips idle ops has the whole head.
+    if masks and not choice.splits_backward and analysis.part_of_head(choice):
         head = analysis.head_bytes_of_op // choice.stage
     # Under ZeRO 3 the gradients of the layer that is reduced while another runs; with several chunks XLA needs none.
     reduces_late = masks and choice.zero == 3 and choice.parts() > 1 and choice.num_chunks == 1

@@ -14,6 +14,7 @@ overlaps in jaxpar's program for GPUs:
 ``Software`` says what others overlap.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 from jaxpar.dtypes import num_bytes
 from jaxpar.mesh import DATA, REPLICAS, STAGE, TENSOR
 from jaxpar.planner.cluster import Cluster, Links, collective_seconds
-from jaxpar.planner.job import EXPERTS, Assumptions, Choice, Software
+from jaxpar.planner.job import EVERY_STAGE, EXPERTS, Assumptions, Choice, Software
 from jaxpar.planner.kernel_seconds import memory_rate, seconds_of
 from jaxpar.planner.kernels import Kernels
 from jaxpar.planner.ops import Analysis, Work, layer_works
@@ -77,6 +78,7 @@ class Prices:
         embed_back: Those of its backward pass.
         counts: The layers of each virtual stage; the first has more if it alone runs the layers of the embedding.
         shares_head: Whether the stages share the head.
+        whole_head: Seconds of the head and the loss for one microbatch where a stage runs them alone.
 
     Args:
         choice: Mesh axes and settings.
@@ -110,6 +112,7 @@ class Prices:
         part_of_head = None if ideal else analysis.part_of_head(choice)
         self.shares_head = part_of_head is not None
         head = part_of_head or ends["head"]
+        self.whole_head = self._takes(ends["head"])
         self.head_computing = self._computes(head)
         self.head_sending = self._sends(head)
         self.embed = self._takes(ends["embed"])
@@ -219,12 +222,17 @@ class Prices:
         message = lambda crosses: self.links.message(num_bytes, STAGE, crosses=crosses) + more
         return [message(crosses) for crosses in self.links.crossings(STAGE)]
 
-    def exposed_message(self, kinds: Collection[str]) -> int | float:
-        """The part of a message during which nothing is computed, in a tick of lock-step that runs some kinds of op."""
+    def exposed_message(self, kinds: Collection[str], *, has_part: bool) -> int | float:
+        """The part of a message during which nothing is computed, in a tick of lock-step.
+
+        Args:
+            kinds: The kinds of op that run.
+            has_part: Whether each stage runs its part of a head.
+        """
         if self.choice.stage == 1:
             return 0.0
         meanwhile = 0.0
-        if self.shares_head and "F" in kinds:
+        if has_part:
             meanwhile = self.head_computing
         elif self.choice.form == "fused" and "W" in kinds:
             meanwhile = max(self.counts) * self.op("W")
@@ -304,8 +312,10 @@ class Prices:
         if self.ideal:
             return choice.num_microbatches * self.busiest() + fill
         ticks = choice.num_chunks * (len(ops) if choice.form == "unit" else 1)
-        steady = self.busiest() + ticks * self.exposed_message(ops)
-        of_heads = self.shares_head * (choice.stage - 1) * self.head_seconds
+        steady = self.busiest() + ticks * self.exposed_message(ops, has_part=self.shares_head)
+        # Stages that share the head run it in each tick of an F, whatever its chunk, once the last stage has had one.
+        more_heads = (choice.num_chunks - 1) * max(choice.num_microbatches - choice.stage, 0)
+        of_heads = self.shares_head * more_heads * self.head_seconds
         return choice.num_microbatches * steady + fill + of_heads
 
     def by_stage(self) -> list[float]:
@@ -374,14 +384,12 @@ def _pipeline(prices: Prices) -> int | float:
 
 def _ticks(prices: Prices, num_microbatches: int) -> int | float:
     """Returns the seconds of lock-step: a tick takes as long as the stage with the most to do, and its messages."""
-    counts = prices.counts
+    choice, counts = prices.choice, prices.counts
     on_last = (len(counts) - 1, "F")
-    is_cheap = prices.choice.num_chunks == 1 and len(set(counts)) == 1
+    is_cheap = choice.num_chunks == 1 and len(set(counts)) == 1
     runs_everywhere = prices.shares_head or is_cheap  # idle stages run it too
-    everywhere = prices.head_seconds if runs_everywhere else 0.0
-    of_head = 0.0 if everywhere else prices.head_seconds
 
-    def of_row(row: Row) -> int | float:
+    def of_row(row: Row, of_head: float) -> int | float:
         seconds = 0.0
         for v, kind in row:
             seconds += counts[v] * prices.op(kind) + of_head * ((v, kind) == on_last)
@@ -390,17 +398,23 @@ def _ticks(prices: Prices, num_microbatches: int) -> int | float:
             return seconds
         return seconds - min(counts[v] for v, _ in row) * prices.beside
 
-    def of_tick(tick: frozenset[Row]) -> int | float:
+    def of_tick(tick: frozenset[Row], head: str) -> int | float:
         kinds = {kind for row in tick for _, kind in row}
-        ends = 0.0
+        is_everywhere = runs_everywhere and head == EVERY_STAGE
+        of_last = 0.0 if is_everywhere else prices.whole_head
+        ends = prices.head_seconds if is_everywhere else 0.0
         if "F" in kinds:
-            ends += everywhere + prices.embed
+            ends += prices.embed
         if "B" in kinds:
             ends += prices.embed_back
-        return max(map(of_row, tick)) + ends + prices.exposed_message(kinds)
+        has_part = is_everywhere and prices.shares_head
+        message = prices.exposed_message(kinds, has_part=has_part)
+        return max(of_row(row, of_last) for row in tick) + ends + message
 
-    ticks = prices.choice.structure(num_microbatches).ticks
-    return sum(count * of_tick(tick) for tick, count in ticks)
+    ticks = zip(
+        choice.structure(num_microbatches).ticks, choice.heads(num_microbatches), strict=True
+    )
+    return sum(count * of_tick(*each) for each, count in Counter(ticks).items())
 
 
 def _makespan(prices: Prices, num_microbatches: int) -> int | float:

@@ -11,7 +11,6 @@ A table has two timings:
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -214,12 +213,12 @@ class Structure:
         rows: What stages do without waiting in between, in the order of ticks: stage, ops, and the rows that they need, each
             with the boundary that its result crosses: i between stages i and i + 1, the last one between the last stage and
             the first, -1 within a stage.
-        ticks: For each kind of tick, which is what each stage does in it, the number of such ticks.
+        ticks: What the stages do in each tick.
     """
 
     schedule: Schedule
     rows: tuple[tuple[int, Row, tuple[tuple[int, int], ...]], ...]
-    ticks: tuple[tuple[frozenset[Row], int], ...]
+    ticks: tuple[frozenset[Row], ...]
 
 
 def structure_of(schedule: Schedule, *, by_tick: bool = False) -> Structure:
@@ -230,7 +229,7 @@ def structure_of(schedule: Schedule, *, by_tick: bool = False) -> Structure:
         by_tick: Whether a stage sends the results of a tick when it has run all its ops of this tick, instead of each op's.
     """
     numbers: dict[tuple[int, Op], int] = {}
-    rows, ticks = [], Counter()
+    rows, ticks = [], []
     of = lambda stage, op: (schedule.virtual_stage(stage, op.chunk), op.kind)
     for tick in schedule.ops:
         for stage, row in enumerate(tick):
@@ -247,8 +246,10 @@ def structure_of(schedule: Schedule, *, by_tick: bool = False) -> Structure:
                 ]
                 numbers |= {(stage, op): len(rows) for op in ops}
                 rows.append((stage, tuple(of(stage, op) for op in ops), tuple(arrivals)))
-        ticks[frozenset(tuple(of(stage, op) for op in row) for stage, row in enumerate(tick))] += 1
-    return Structure(schedule, tuple(rows), tuple(ticks.items()))
+        ticks.append(
+            frozenset(tuple(of(stage, op) for op in row) for stage, row in enumerate(tick))
+        )
+    return Structure(schedule, tuple(rows), tuple(ticks))
 
 
 def _boundary(source: int, stage: int, num_stages: int) -> int:
