@@ -179,6 +179,7 @@ def main(config: Config) -> None:
     for remark in (
         model_files.remark_on_origin(config, run.saved),
         remark_on_rows_held_out(config, run.saved),
+        lora_flags.remark_on_frozen(config.lora, own.init_from),
     ):
         if remark:
             say(remark)
@@ -222,7 +223,11 @@ def main(config: Config) -> None:
         if own.save_hf is not None:
             model_files.begin_to_save(own.save_hf, common)
             model_files.save_model(
-                own.save_hf, shape, state.params, described_by=run.out_dir / "model"
+                own.save_hf,
+                shape,
+                state.params,
+                described_by=run.out_dir / "model",
+                keep=partial(run.keep, state),
             )
         evaluation.say_best(run)
 

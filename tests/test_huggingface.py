@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxpar
 from jaxpar.huggingface import params as reading
-from jaxpar.huggingface import read_params, write_model
+from jaxpar.huggingface import read_params, write_description, write_model
 from jaxpar.huggingface.config import family_of
 from jaxpar.models import transformer
 from jaxpar.params import ParamSpec
@@ -354,6 +354,11 @@ def test_a_model_is_not_begun_on_a_disk_without_room_for_it(tmp_path, monkeypatc
     with pytest.raises(OSError, match=message):
         write_model(tmp_path / "new", config, params)
     assert not (tmp_path / "new").exists()
+    write_description(tmp_path / "about", config)
+    kept, where = [], {"described_by": tmp_path / "about", "keep": lambda: kept.append(True)}
+    with pytest.raises(OSError, match=message):
+        save_model(tmp_path / "new", config, params, **where)
+    assert kept == [True]
     monkeypatch.setattr(shutil, "disk_usage", usage(needed))
     write_model(tmp_path / "new", config, params)
 

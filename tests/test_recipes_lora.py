@@ -119,6 +119,13 @@ def test_flags_that_do_not_fit_are_refused(run, tmp_path, capsys, flags, message
     assert not (tmp_path / "run").exists()
 
 
+def test_factors_beside_random_weights_are_told():
+    flags = gpt.Config.of(lora_rank=4).lora
+    assert "the weights beside the factors are random" in lora_flags.remark_on_frozen(flags, None)
+    assert lora_flags.remark_on_frozen(flags, Path("model")) == ""
+    assert lora_flags.remark_on_frozen(gpt.Config.of().lora, None) == ""
+
+
 def test_a_run_that_goes_on_with_another_optimizer_is_refused_with_a_way_to_change_it(tmp_path):
     flags = gpt.Config.of(optimizer="sgd", out_dir=tmp_path)
     with pytest.raises(

@@ -364,6 +364,27 @@ def test_a_resume_tells_what_differs_from_the_saved_run_and_what_it_cannot_compa
     )
 
 
+def test_the_last_state_is_kept_where_what_is_made_of_it_cannot_be_written(tmp_path):
+    flags, said, mesh = BasicFlags.of(out_dir=tmp_path, steps=2), [], jaxpar.make_mesh()
+    shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
+    with Run(flags, mesh, {"a": 1}, say=said.append) as run:
+        init = lambda key: {"w": jnp.ones(2)}
+        run.restore(init, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
+        grads = jax.value_and_grad(lambda params, batch: jnp.sum((params["w"] - batch) ** 2))
+        train_step = run.compile(jaxpar.make_train_step(grads, optax.sgd(0.1)), jnp.zeros(2))
+        state = run.begin()
+        for step in run.steps():
+            state, metrics = train_step(state, jnp.zeros(2))
+            run.log(step, state, metrics)
+        assert run.checkpoints.latest() is None
+        run.keep(state)
+        run.keep(state)
+        assert [line for line in said if "saved step" in line] == [
+            f"saved step 2 in {tmp_path / 'checkpoints'}"
+        ]
+    assert run.checkpoints.latest() == 2
+
+
 def test_an_optimizer_with_a_key_is_compared_by_its_numbers(tmp_path):
     flags = BasicFlags.of(out_dir=tmp_path, steps=1, checkpoint_every=1)
     noisy = lambda seed: optax.noisy_sgd(0.01, key=jax.random.key(seed))

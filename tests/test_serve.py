@@ -1220,6 +1220,26 @@ def test_what_is_not_modelled_is_refused_unless_it_is_ignored_and_dropout_is(tmp
         open_run.open_model(tmp_path / "run", open_run.ModelSettings(ignore_config_keys=("a",)))
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "settings", "message"),
+    [
+        ("model.json", {}, {"step": 7}, "step must be of .* for the run of house_prices.py in"),
+        ("model.json", {}, {"max_tokens": 5}, "max_tokens must be of the model that is served"),
+        ("config.json", {"model_type": "llama"}, {"step": 7}, "step .* which is of no step"),
+        (
+            "config.json",
+            {"hidden_layers": 8, "width": 4},
+            {"dtype": "bfloat16", "tokenizer": Path("a")},
+            "tokenizer, dtype .* for the run of digits.py",
+        ),
+    ],
+)
+def test_settings_of_another_kind_of_model_are_refused(tmp_path, file, content, settings, message):
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        open_run.open_model(tmp_path, open_run.ModelSettings(**settings))
+
+
 def test_the_model_of_a_run_without_checkpoints_is_not_exported(tmp_path, capsys):
     jaxpar.huggingface.write_description(tmp_path / "model", serving.CONFIG)
     assert jaxpar_main(["export", str(tmp_path), str(tmp_path / "out")]) == 2

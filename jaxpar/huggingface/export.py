@@ -136,14 +136,24 @@ def write_model(
     exchange("model written", None, timeout_seconds=WRITE_SECONDS)
 
 
+class NoRoomError(OSError):
+    """A disk has no room for a model; every process raises it."""
+
+
 def check_room(folder: Path, config: TransformerConfig, dtype: Any) -> None:
-    """Raises OSError if the disk of a folder that may not exist yet has no room for a model of a dtype."""
+    """Raises NoRoomError if the first process's disk has no room for a model; every process must call it.
+
+    Args:
+        folder: Where the model is to be written, which may not exist yet.
+        config: The model.
+        dtype: The dtype of its tensors.
+    """
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free, each = shutil.disk_usage(there).free, np.dtype(dtype)
+    free, each = exchange("room for a model", shutil.disk_usage(there).free)[0], np.dtype(dtype)
     needed = sum(_num_bytes(param_slice, each) for _, param_slice in tensors_of(config))
     if needed > free:
         why = f"for a model of {needed:,} bytes as {each}, with {free:,} free"
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} {why}", str(folder))
+        raise NoRoomError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} {why}", str(folder))
 
 
 def _check_params(

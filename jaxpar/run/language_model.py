@@ -42,7 +42,8 @@ class ModelFlags:
 
     Attributes:
         model: A model by its name: llama-bytes, gpt2-bytes, bloom-bytes, moe-bytes and the tiny llama-tiny are small and read
-            bytes; gpt2, llama-7b, mixtral-8x7b and others are the published models, for tokens in --data.
+            bytes; gpt2, llama-7b, mixtral-8x7b and others have the sizes of the published models and random weights, for
+            tokens in --data.
         init_from: A folder with a model as saved by transformers, to train further instead of --model: GPT-2, Llama, Mistral,
             Qwen2, Qwen3, SmolLM2, OLMo 2, Granite, BLOOM, Mixtral, Qwen3-MoE or OLMoE; text in --data goes through its
             tokenizer.json.

@@ -1,6 +1,7 @@
 """LoRA in the run of a language model: its flags, and what does not fit them."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -80,6 +81,16 @@ def check_lora(flags: LoraFlags, optimizer: OptimizerFlags, router_bias_rate: fl
             "one of the two."
         )
     load_save_file()  # raises without the extra hf, before a run that must write adapters
+
+
+def remark_on_frozen(flags: LoraFlags, init_from: Path | None) -> str:
+    """Returns what to say of factors beside weights that nobody has trained; "" of others."""
+    if flags.lora_rank is None or init_from is not None:
+        return ""
+    return (
+        "--lora-rank without --init-from: the weights beside the factors are random, and stay so; adapters are of use beside "
+        "these alone"
+    )
 
 
 def check_targets(flags: LoraFlags, config: TransformerConfig) -> None:

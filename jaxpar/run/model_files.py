@@ -201,12 +201,36 @@ def check_room(folder: Path, config: TransformerConfig, *, described_by: Path | 
 
 
 def save_model(
-    folder: Path, config: TransformerConfig, params: PyTree, *, described_by: Path
+    folder: Path,
+    config: TransformerConfig,
+    params: PyTree,
+    *,
+    described_by: Path,
+    keep: Callable[[], None] = lambda: None,
 ) -> None:
     """Writes the model as transformers reads it, with the description in another folder.
 
     Its dtype is that of the description, or float32 if a weight is too large for that one: params may be nowhere else.
+
+    Args:
+        folder: Where it is written.
+        config: The model.
+        params: Its params.
+        described_by: The folder with its description.
+        keep: Called where the disk takes no model, before the error is raised: saves the params elsewhere.
     """
+    try:
+        _save_model(folder, config, params, described_by)
+    except OSError as error:
+        # In a run of several processes the first one writes, and all know in advance that there is no room.
+        if isinstance(error, export.NoRoomError) or jax.process_count() == 1:
+            keep()
+        raise
+
+
+def _save_model(
+    folder: Path, config: TransformerConfig, params: PyTree, described_by: Path
+) -> None:
     params, remark = layer_by_layer(params) if has_codes(params) else merged(params), ""
     try:
         jaxpar.huggingface.write_model(folder, config, params, source=described_by)

@@ -297,7 +297,6 @@ class Run(AbstractContextManager["Run"]):
         self._log = self._resources.enter_context(
             MetricsLog(self.out_dir, common.steps, **self._rate, **first)
         )
-        about = {"key": jax.random.key(common.seed), "config": self._settings}
         self._guard = self._resources.enter_context(
             Guard(
                 self.checkpoints,
@@ -307,11 +306,7 @@ class Run(AbstractContextManager["Run"]):
                 compare_every=checkpoint.compare_every,
                 max_skipped=checkpoint.max_skipped,
                 budgets=self.flags.budget,
-                about=lambda step: {
-                    **about,
-                    "samples": self._samples(step),
-                    "traits": self._traits.as_json(),
-                },
+                about=self._about,
                 before_save=self._before_save,
                 at_end=lambda step, *of_step: self._call(step - 1, *of_step, at_end=True),
                 at_stop=self._draw_what_there_is,
@@ -334,6 +329,22 @@ class Run(AbstractContextManager["Run"]):
             raise
         self._resources.close()
         self._seconds = self.seconds
+
+    def _about(self, step: int) -> dict[str, Any]:
+        """Returns what is saved with the state after so many steps."""
+        return {
+            "key": jax.random.key(self.flags.common.seed),
+            "config": self._settings,
+            "samples": self._samples(step),
+            "traits": self._traits.as_json(),
+        }
+
+    def keep(self, state: jaxpar.TrainState) -> None:
+        """Saves the last state if no checkpoint has it, where what is made of it could not be written; all must call it."""
+        step = int(jaxpar.fetch(state.step))
+        if self.checkpoints.latest() != step:
+            self.checkpoints.save(state, **self._about(step))
+            self._say(f"saved step {step} in {self.checkpoints.directory}")
 
     def _before_save(self) -> None:
         check_same_since()

@@ -48,6 +48,7 @@ from jaxpar.sharding import path_string
 
 Result = TypeVar("Result")
 PREDICT = "/predict"
+OF_TEXT = ("tokenizer", "dtype", "max_context_tokens", "max_tokens")  # settings of language models
 MAX_INSTANCES = 64
 LARGEST = 1e12  # of a feature, so that no prediction overflows
 NUM_PIXELS, NUM_CLASSES, SIDE = 64, 10, 8
@@ -96,6 +97,7 @@ def open_model(folder: Path, settings: ModelSettings) -> Served:
             "which has its own. Leave them out."
         )
     if (folder / MODEL).is_file():
+        _refuse_settings(settings, ("step", *OF_TEXT), f"the run of house_prices.py in {folder}")
         return house_prices(folder, name)
     if (folder / "model" / CONFIG).is_file():
         return _choosing_again(settings.step, lambda: _gpt_run(folder, name, settings))
@@ -103,9 +105,11 @@ def open_model(folder: Path, settings: ModelSettings) -> Served:
         read_json(file_inside(folder, CONFIG, str(folder))) if (folder / CONFIG).is_file() else {}
     )
     if "model_type" in config:
+        _refuse_settings(settings, ("step",), f"the model in {folder}, which is of no step")
         return _pretrained(folder, name, settings)
     check_no_adapters(folder)
     if {"hidden_layers", "width"} <= set(config):
+        _refuse_settings(settings, OF_TEXT, f"the run of digits.py in {folder}")
         params = _choosing_again(settings.step, lambda: _digits(folder, config, settings.step))
         return digits(params, name)
     if {"features", "target"} <= set(config):
@@ -124,6 +128,15 @@ def open_model(folder: Path, settings: ModelSettings) -> Served:
         f"a folder to serve must be a run of house_prices.py, digits.py or gpt.py, or a model with config.json and "
         f"safetensors; got none in {folder}. Name the --out-dir of a run, or the folder of a model."
     )
+
+
+def _refuse_settings(settings: ModelSettings, names: Sequence[str], what: str) -> None:
+    """Raises ValueError for settings that have no effect on a model, unless they have their defaults."""
+    idle = [name for name in names if getattr(settings, name) != getattr(ModelSettings, name)]
+    if idle:
+        raise ValueError(
+            f"{fields.arg(*idle)} must be of the model that is served; got it for {what}. Leave it out."
+        )
 
 
 def _choosing_again(step: int | None, read: Callable[[], Result]) -> Result:
