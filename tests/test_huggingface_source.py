@@ -11,7 +11,7 @@ import jaxpar
 from jaxpar import huggingface
 from jaxpar.data.readers import find_files
 from jaxpar.huggingface import read_config, read_params, write_model
-from jaxpar.huggingface.export import check_no_model
+from jaxpar.huggingface.export import check_no_model, open_run
 from jaxpar.huggingface.folder import check_model_folder, file_inside
 from jaxpar.models import transformer
 from jaxpar.pipeline import LayerLayout
@@ -145,6 +145,22 @@ def test_a_model_in_the_cache_of_the_hub_is_named(tmp_path):
     for given in (model.parent, model.parent.parent):
         with pytest.raises(FileNotFoundError, match=rf"has models there: give --init-from {model}"):
             check_model_folder(given, "--init-from")
+
+
+def test_a_part_of_a_run_and_a_written_model_are_no_runs_to_export(tmp_path):
+    run, written = tmp_path / "run", tmp_path / "written"
+    for folder in (run / "model", run / "checkpoints" / "6", written):
+        folder.mkdir(parents=True)
+    (run / "model" / "config.json").write_text("{}")
+    (written / "model.safetensors").touch()
+    for given, message in (
+        (run / "checkpoints" / "6", rf"a part of one\. Give {run}, with --step 6\."),
+        (run / "checkpoints", rf"a part of one\. Give {run}\."),
+        (run / "model", rf"a part of one\. Give {run}\."),
+        (written, "written, a model that transformers reads as it is"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_run(given)
 
 
 def test_no_model_is_written_to_a_file(tmp_path):

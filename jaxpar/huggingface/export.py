@@ -431,6 +431,23 @@ class RunModel:
     step: int
 
 
+def _check_is_run(folder: Path) -> None:
+    """Raises ValueError for a folder within a run, and for a model that was written already, with what to give."""
+    if (folder / "checkpoints").is_dir():
+        return
+    given = folder.resolve()
+    above = next((each for each in given.parents[:2] if (each / "model" / CONFIG).is_file()), None)
+    if above is not None:
+        step = f", with --step {given.name}" if given.name.isdigit() else ""
+        raise ValueError(
+            f"a run must be a folder; got {folder}, a part of one. Give {above}{step}."
+        )
+    if any((folder / name).exists() for name in (ONE_FILE, INDEX)):
+        raise ValueError(
+            f"a run must be the --out-dir of recipes/gpt.py; got {folder}, a model that transformers reads as it is. Use it."
+        )
+
+
 def open_run(
     run: Path, step: int | None = None, source: Path | None = None, *, keeps_codes: bool = False
 ) -> RunModel:
@@ -449,6 +466,7 @@ def open_run(
         raise FileNotFoundError(
             f"a run must be a folder; got {run}, which is none. Name the --out-dir of recipes/gpt.py."
         )
+    _check_is_run(run)
     described = run / "model"
     source = described if source is None else source
     if not (source / CONFIG).is_file():
