@@ -32,12 +32,12 @@ from jaxpar.step.optimizer_state import (
     Optimizer,
     call_update,
     check_optimizer,
-    check_packed,
     check_state,
     no_value_fn,
     optimizer_shardings,
     value_fn_of,
 )
+from jaxpar.step.packed_optimizers import check_packed
 from jaxpar.step.settings import Parallel, Pipeline, accepts_settings
 from jaxpar.step.state_checks import check_as_gradients, check_on_one_mesh, check_zero
 from jaxpar.step.traced_loss import once_for_shapes

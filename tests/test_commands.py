@@ -306,6 +306,13 @@ def test_lines_fit_the_terminal(monkeypatch, capsys, columns, args):
     assert not [line for line in said if len(line) > columns and not line.startswith("scripts: ")]
 
 
+def test_help_for_a_terminal_of_one_column_ends(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "1")
+    with pytest.raises(SystemExit, match="0"):
+        main(["plot", "-h"])
+    assert "usage:" in capsys.readouterr().out
+
+
 def test_a_usage_that_is_wrapped_is_whole_and_breaks_between_flags(monkeypatch, capsys):
     said = {}
     for columns in (60, 200):

@@ -449,6 +449,26 @@ def test_an_optimizer_that_would_count_padding_is_refused(name):
     init_packed(counting, IN_ORDER)
 
 
+OTHERWISE = {
+    "decay that layers carry": lambda g: jax.lax.scan(
+        lambda c, each: (c / 2, c * each), 1.0, g, reverse=True
+    )[1],
+    "as many trips as layers": lambda g: jax.lax.fori_loop(0, len(g), lambda i, c: c * 0.9, g),
+    "no zeros": lambda g: jax.lax.cond((g != 0).all(), lambda c: c / 2, lambda c: c, g),
+    "a number of zeros": lambda g: g * (1 + (g == 0).sum()),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_an_optimizer_that_makes_other_numbers_of_packed_layers_is_refused(name):
+    each = lambda tree: tree | {"layers": jax.tree.map(OTHERWISE[name], tree["layers"])}
+    other = optax.chain(optax.stateless(lambda updates, _: each(updates)), optax.sgd(1e-3))
+    with pytest.raises(ValueError, match=r"got updates that are up to \d+.*% from those of layers"):
+        init_packed(other)
+    init_packed(other, IN_ORDER)
+    init_packed(optax.apply_if_finite(optax.lamb(1e-3), 3))
+
+
 @pytest.mark.parametrize(
     ("layout", "shape", "state"),
     [

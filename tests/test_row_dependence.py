@@ -230,6 +230,11 @@ def halved(h, halve, goes_on=jnp.any):
     return jax.lax.while_loop(lambda r: goes_on(are_big(r)), trip, h)
 
 
+def test_as_many_trips_as_there_are_rows_are_a_doubt():
+    (found,) = read(lambda p, h, y, t: jax.lax.fori_loop(0, len(h), lambda i, c: c * 0.9, h))
+    assert found.why.what == "the number of trips depends on the number of rows"
+
+
 @pytest.mark.parametrize("goes_on", [jnp.any, lambda big: big.sum() > 1, lambda big: ~(~big).all()])
 def test_a_loop_of_as_many_trips_as_the_largest_row_needs_is_a_doubt(goes_on):
     (found,) = read(lambda p, h, y, t: halved(h, lambda r, big: r / 2, goes_on))
@@ -396,6 +401,10 @@ OWN = {
     "by their number": (
         lambda ct: ct / len(ct),
         "its own derivative depends on the number of rows",
+    ),
+    "in as many trips as the largest needs": (
+        lambda ct: halved(ct, lambda c, big: c / 2),
+        "its own derivative: a maximum over rows",
     ),
 }
 

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import io
 import json
+import os
 import re
 import shutil
 import sys
@@ -50,6 +51,7 @@ def call(
     """
     import tyro
 
+    take_wide_terminal()
     about = wrapped((inspect.getdoc(function) or "").partition("\n\nArgs:")[0])
     config = (tyro.conf.FlagCreatePairsOff,)
     asks_for_help = {"-h", "--help"} & set(args)
@@ -384,6 +386,12 @@ def make_folder(path: Path, flag: str = "--out-dir") -> None:
         raise ValueError(
             f"{flag} must be a folder that can be written to; got {path}: {error.strerror}. Name another."
         ) from error
+
+
+def take_wide_terminal() -> None:
+    """Has tyro print for a terminal that is wide enough for a word, in a narrower one too: it would never end."""
+    if shutil.get_terminal_size((100, 24)).columns < LEAST_WIDTH:
+        os.environ["COLUMNS"] = str(LEAST_WIDTH)
 
 
 def width() -> int:

@@ -33,6 +33,7 @@ from jaxpar.commands.cli import (
     list_aliases,
     list_flags,
     suggest_values,
+    take_wide_terminal,
     with_joined_values,
     wrapped,
 )
@@ -55,7 +56,7 @@ from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.interrupt import INTERRUPTED
 from jaxpar.runtime.lease import released_at_end
-from jaxpar.runtime.output import tell
+from jaxpar.runtime.output import is_terminal, tell
 from jaxpar.runtime.preemption import StopSignals
 from jaxpar.runtime.process_env import read_process_env
 from jaxpar.runtime.uncaught import DISK_FAULTS
@@ -121,6 +122,7 @@ def check_numbers(flags: Any) -> None:
 
 def _parse(kind: type[Flags], args: Sequence[str], **about: Any) -> Flags:
     """Returns the flags of a command line; one that is refused is answered with the flags that its names stand for."""
+    take_wide_terminal()
     try:
         check_args(kind, args)
     except ValueError as error:
@@ -188,7 +190,7 @@ def _run(main: Callable[[Flags], None], flags: Flags) -> None:
     except SystemExit as end:
         leave(end.code if isinstance(end.code, int) else 1)
     except KeyboardInterrupt:
-        below = "\n" if sys.stderr.isatty() else ""  # a terminal has shown ^C on the line
+        below = "\n" if is_terminal() else ""  # a terminal has shown ^C on the line
         tell(f"{below}error: interrupted; nothing was saved")
         leave(INTERRUPTED)
 

@@ -7,7 +7,6 @@ writes and prints.
 import contextlib
 import json
 import math
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from jaxpar._compat import is_computed
 from jaxpar.metrics.exporters import Watcher
 from jaxpar.metrics.jumps import Jumps
 from jaxpar.metrics.lines import LineFile, Number, line_of, lines_before
-from jaxpar.runtime.output import tell
+from jaxpar.runtime.output import is_terminal, tell
 
 # Names that further metrics must not have: those that a training step and the log set.
 OF_STEP = ("loss", "grad_norm", "skipped")
@@ -73,9 +72,7 @@ class MetricsLog:
             self._file = LineFile(
                 self.path, _lines_before(self.path, self._first_step, self._jumps)
             )
-        self._progress = (
-            self._progress_bar() if self._is_first_process and sys.stderr.isatty() else None
-        )
+        self._progress = self._progress_bar() if self._is_first_process and is_terminal() else None
         for watcher in self._watchers:
             watcher.open(self._first_step)
         self._then = time.perf_counter()

@@ -64,6 +64,10 @@ def _doubt(
             # That of a sum of gradients is here.
             is_here = value.why.line.startswith(LIBRARY)
             return op.told(what) if is_here else value.why._replace(what=what)
+    known = {value.why for value in (*given, *made)}
+    for value in found:
+        if value.why and value.why not in known:
+            return value.why._replace(what=f"its own derivative: {value.why.what}")
     is_plain = all(v.growth == 1 for v in given)
     if is_plain and any(v.kind in _OF_ROWS and v.growth not in (1, None) for v in found):
         return op.told("its own derivative depends on the number of rows")

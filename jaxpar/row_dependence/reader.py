@@ -251,15 +251,15 @@ class Reader:
         few, many = op.both("jaxpr")
         run = lambda carry: body.read(few, many, [*constants, *carry, *entered])
         if is_over_rows:
-            kept = _kept(opened(few), first, count)
-            carry, made = self._added_up(op, run, start, kept)
+            carry, made = self._added_up(op, run, start, _kept(opened(few), first, count))
         else:
             carry, made = self._settled(op, run, start)
+        kept = _kept(opened(few), first, count)
         if varies and not is_over_rows:
-            pairs = enumerate(zip(start, carry, strict=True))
-            carry = [a if a == b else _of_varying_trips(op, a, b, at) for at, (a, b) in pairs]
+            both = enumerate(zip(start, carry, kept, strict=True))
+            carry = [a if k else _of_varying_trips(op, a, b, at) for at, (a, b, k) in both]
         ys = enumerate(made[count:], count)
-        if varies and not is_over_rows and not all(_kept(opened(few), first, count)):
+        if varies and not is_over_rows and not all(kept):
             ys = ((at, _counted(value)) for at, value in ys)
         return [
             *carry,

@@ -18,7 +18,7 @@ from jaxpar.metrics.status import JsonStream, StatusLines, render_status
 from jaxpar.run.flags import MonitoringFlags, RunFlags, log_seconds
 from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.runtime.output import printable_lines, take_all_characters, tell, text_of
+from jaxpar.runtime.output import is_terminal, printable_lines, take_all_characters, tell, text_of
 from jaxpar.runtime.uncaught import DISK_FAULTS
 
 NO_GRADIENT = (
@@ -117,7 +117,7 @@ def status_lines(flags: Any) -> Iterator[None]:
             seconds = log_seconds(monitoring.log_seconds) if not is_run or flags.trains else 0.0
         if monitoring.log_json:
             resources.enter_context(json_output())
-        if seconds and not sys.stderr.isatty():
+        if seconds and not is_terminal():
             num_steps = flags.common.steps if is_run else getattr(flags, "steps", 0)
             lines = StatusLines(num_steps, seconds=seconds, say=_say_values)
             _shown.append(lines)

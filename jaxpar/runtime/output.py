@@ -60,6 +60,11 @@ def take_all_characters() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
+def is_terminal() -> bool:
+    """Returns whether standard error is a terminal; it is none where the program was started without one."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 def tell(text: str) -> None:
     """Prints a message on standard error; on a full disk the message is lost and the exit code does not change."""
     try:

@@ -10,16 +10,10 @@
 An array belongs to the param whose path is part of its own path, so masked and frozen params, which have no arrays in the
 state, need no special handling. It is sharded along the dims that it shares with the param. If several dims of a param have the
 same size, the shared ones are found from the state for other params, whose sizes have the same order but are all different.
-
-The layers of uneven stages are padded with zeros. Sums and norms over a leaf ignore the padding, but means over it do not: an
-optimizer that takes such means is refused. So is one that draws noise for layers which are packed in another order, or numbers,
-takes, moves or sorts them.
 """
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,11 +22,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar._compat import drawn_shapes, literals
 from jaxpar.fields import brief
-from jaxpar.layered_model import is_packed
-from jaxpar.row_dependence import Kind, Reader, Span, Value, traced
-from jaxpar.row_dependence.values import REORDERED
 from jaxpar.sharding import path_string
 
 Optimizer = optax.GradientTransformation | optax.MultiSteps
@@ -75,7 +65,7 @@ def optimizer_shardings(
         by_path[path] = _Param(path, leaf.shape, own, sharding)
 
     def sharding_of(path: tuple, leaf: Any, distinct: Any) -> NamedSharding:
-        param = _owner(path, by_path)
+        param = owner_of(path, by_path)
         if param is None:
             param = _only_one_of_its_shape(path, leaf.shape, list(by_path.values()))
         if param is None:
@@ -85,7 +75,7 @@ def optimizer_shardings(
     return jax.tree_util.tree_map_with_path(sharding_of, state, distinct_state)
 
 
-def _owner(path: tuple, params: Mapping[tuple, Any]) -> Any:
+def owner_of(path: tuple, params: Mapping[tuple, Any]) -> Any:
     """Returns the param whose path is part of ``path``; if there are several, the one with the longest path: "x/w", not "w"."""
     for length in range(len(path), -1, -1):
         for start in range(len(path) - length, -1, -1):
@@ -229,14 +219,15 @@ def check_state(optimizer: Optimizer, params: PyTree, opt_state: PyTree) -> None
             "an optimizer must take params as they are, a tree of arrays; got optax.lookahead, which takes pairs of them. "
             "Leave it out."
         )
-    if list(_by_path(opt_state)) != list(_by_path(own)):
+    if list(by_path(opt_state)) != list(by_path(own)):
         raise ValueError(
             f"a step's optimizer must be that of its state; got one with {_described(own)}, and a state with "
             f"{_described(opt_state)}. Give init_state and make_train_step the same optimizer and trainable params."
         )
 
 
-def _by_path(tree: PyTree) -> dict[tuple, Any]:
+def by_path(tree: PyTree) -> dict[tuple, Any]:
+    """Returns the leaves of a tree by their paths."""
     return dict(jax.tree_util.tree_leaves_with_path(tree))
 
 
@@ -246,123 +237,6 @@ def _described(opt_state: PyTree) -> str:
     names = dict.fromkeys(type(part).__name__ for part in parts)
     count = len(jax.tree.leaves(opt_state))
     return f"{', '.join(names) or 'no state'} of {count} arrays"
-
-
-def check_packed(optimizer: Optimizer, params: PyTree) -> None:
-    """Raises for an optimizer that would update packed layers otherwise than layers in the model's order.
-
-    Random numbers drawn for a leaf have the order of the leaf. Means over padded layers count the padding. The shape of such a
-    draw, and the number by which a mean divides, change with the number of positions, so one position fewer is also traced.
-    """
-    nodes = jax.tree.leaves(params, is_leaf=is_packed)
-    layouts = [node.layout for node in nodes if is_packed(node)]
-    if not layouts:
-        return
-    layout = layouts[0]
-    shorter = _with_positions(params, lambda count: count - 1)
-    trace = jax.make_jaxpr(partial(first_update, optimizer))
-    update, of_shorter = trace(params), trace(shorter)
-    if drawn_shapes(update) != drawn_shapes(of_shorter):
-        raise ValueError(
-            "an optimizer that draws random numbers for the layers needs them in the model's order, in which one device draws; "
-            f"got draws for layers packed for num_stages={layout.num_stages}, num_chunks={layout.num_chunks}, "
-            f"layers_per_virtual_stage={layout.layers_per_virtual_stage}. Do not pack them and leave out layout=, with as many "
-            "layers on each stage (with chunks they then move between stages in each step), or use an optimizer without noise."
-        )
-    values = _read_of_layers(optimizer, params, shorter, layout)
-    _refuse_places(values, layout)
-    if layout.num_positions == layout.num_layers:
-        return
-    if _floats(update) != _floats(of_shorter):
-        got = f"{layout.num_layers} layers in {layout.num_positions} positions"
-        factored = ""
-        if found := _state_over_layers(optimizer, params, shorter):
-            got += f", and {found} over them"
-            factored = f"min_dim_size_to_factor={layout.num_positions + 1}, "
-        raise ValueError(
-            "an optimizer that takes means over the layers, as optax.adafactor does, would count the padding of uneven stages; "
-            f"got {got}. Spread the layers evenly, or use an optimizer without such means "
-            f"(optax.adafactor(rate, {factored}clipping_threshold=None, multiply_by_parameter_scale=False))."
-        )
-    _refuse_counts(values, layout)
-
-
-def _read_of_layers(
-    optimizer: Optimizer, params: PyTree, shorter: PyTree, layout: Any
-) -> list[Value]:
-    """Returns how what an optimizer makes depends on the positions of packed layers; nothing where it takes no other number."""
-    count = layout.num_positions
-    pairs = zip(jax.tree.leaves(shorter), jax.tree.leaves(params), strict=True)
-    given = [Value() if a.shape == b.shape else Value(Kind.ROWS, span=Span(0, 0)) for a, b in pairs]
-    try:
-        jaxprs, _ = traced(partial(first_update, optimizer), (shorter,), (params,))
-        return Reader(count - 1, count / (count - 1)).read(*jaxprs, given)
-    except Exception:  # of any kind: another program, where an optimizer is made for so many layers
-        return []
-
-
-def _refuse_counts(found: Sequence[Value], layout: Any) -> None:
-    """Raises for an optimizer whose updates depend on the number of positions, or on the least number in them: padding is 0."""
-    is_counted = lambda value: value.growth not in (1.0, None)
-    if any(is_counted(value) or value.why.operation == "reduce_min" for value in found):
-        raise ValueError(
-            "an optimizer that counts the layers, or takes the least number of them, would count the padding of uneven stages; "
-            f"got {layout.num_layers} layers in {layout.num_positions} positions. Spread the layers evenly."
-        )
-
-
-def _refuse_places(found: Sequence[Value], layout: Any) -> None:
-    """Raises for an optimizer that numbers, takes, moves or sorts the layers along their dim, as layer-wise decay does."""
-    whys = [value.why for value in found if value.place or value.why.what in REORDERED]
-    if whys:
-        why = max(whys)
-        line = why.operation and f"{why.operation} at {why.line}"
-        raise ValueError(
-            "an optimizer must treat packed layers alike, or by sums over all of them, which are not in the model's order; got "
-            f"one that numbers, takes, moves or sorts them{line and ': ' + line}, and layers packed for "
-            f"num_stages={layout.num_stages}, num_chunks={layout.num_chunks}, "
-            f"layers_per_virtual_stage={layout.layers_per_virtual_stage}. Do not pack them and leave out layout=, with as many "
-            "layers on each stage."
-        )
-
-
-def _floats(jaxpr: Any) -> list[str]:
-    is_float = lambda value: jnp.issubdtype(jnp.result_type(value), jnp.inexact)
-    return [str(value) for value in literals(jaxpr) if is_float(value)]
-
-
-def _with_positions(params: PyTree, number: Callable[[int], int]) -> PyTree:
-    """Returns the shapes of params whose packed layers have another number of positions."""
-
-    def of_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
-        positions, *rest = leaf.shape
-        return jax.ShapeDtypeStruct((number(positions), *rest), leaf.dtype)
-
-    def of_node(node: Any) -> Any:
-        if not is_packed(node):
-            return node
-        return replace(node, tree=jax.tree.map(of_leaf, node.tree))
-
-    return jax.tree.map(of_node, params, is_leaf=is_packed)
-
-
-def _state_over_layers(optimizer: Optimizer, params: PyTree, shorter: PyTree) -> str:
-    """Returns the path and shape of an array of the state that belongs to packed layers and has no dim of them; "" for none."""
-    few = _by_path(shorter)
-    packed = {
-        path: leaf for path, leaf in _by_path(params).items() if few[path].shape != leaf.shape
-    }
-    state, of_shorter = (
-        _by_path(jax.eval_shape(optimizer.init, each)) for each in (params, shorter)
-    )
-    for path, leaf in state.items():
-        if leaf.size <= 1 or not _owner(path, packed):
-            continue
-        fewer = of_shorter[path].shape if path in of_shorter else ()
-        sizes = zip(leaf.shape, fewer, strict=False)
-        if not any(size == less + 1 for size, less in sizes):
-            return f"{path_string(path)} of shape {leaf.shape} with means"
-    return ""
 
 
 def first_update(optimizer: Optimizer, params: PyTree) -> tuple[PyTree, PyTree]:
