@@ -11,6 +11,7 @@ import pytest
 
 from jaxpar import huggingface
 from jaxpar.huggingface import read_params, write_model
+from jaxpar.huggingface.config import config_json
 from jaxpar.models import transformer
 from tests.support.model_folders import (
     CONFIG,
@@ -137,6 +138,13 @@ def test_layers_that_are_not_modelled_cannot_be_ignored(tmp_path):
     change_config(folder, layer_types=["linear_attention", "full_attention"])
     with pytest.raises(ValueError, match="got 'linear_attention' for layers 0 of 2"):
         read_config(folder, ignore=["layer_types"])
+
+
+def test_a_model_of_bytes_names_the_one_that_ends_a_text():
+    """Another server than jaxpar's would otherwise write past the end of an answer."""
+    for tokens, end in (("bytes", 0), (None, None)):
+        found = config_json(dataclasses.replace(FAMILIES["llama"], tokens=tokens), "float32")
+        assert found["eos_token_id"] == end
 
 
 # What a config.json asks for beyond the model.

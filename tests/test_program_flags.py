@@ -45,6 +45,10 @@ def code_of(args):
                 "--steps: a whole number is written in digits alone; got '1e3'. Did you",
             ),
             ([*JOB, "recipes/gpt.py", "--steps", "0"], "error: --steps must be at least 1; got 0"),
+            (
+                [*JOB, "recipes/digits.py", "--checkpoint-every", "5", "--keep", "0"],
+                "--keep must be at least 1; got 0",
+            ),
             ([*JOB, "recipes/gpt.py", "--remat", "ful"], "--remat: did you mean full?"),
             (
                 [*JOB, "/jaxpar/recipes/gpt.py", "--stepss", "9"],

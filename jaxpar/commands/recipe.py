@@ -56,7 +56,7 @@ from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.interrupt import INTERRUPTED
 from jaxpar.runtime.lease import released_at_end
-from jaxpar.runtime.output import is_terminal, tell
+from jaxpar.runtime.output import how_to_make_room, is_terminal, tell
 from jaxpar.runtime.preemption import StopSignals
 from jaxpar.runtime.process_env import read_process_env
 from jaxpar.runtime.uncaught import DISK_FAULTS
@@ -255,7 +255,7 @@ def _not_written(flags: Any, error: OSError) -> str:
         if isinstance(flags, RunFlags) and has_steps(out_dir / CHECKPOINTS):
             go_on = "resume from the newest checkpoint with --resume"
     where = error.filename or out_dir
-    return f"a run's files must be written; got: {error.strerror}, in {where}. Make room, then {go_on}."
+    return f"a run's files must be written; got: {error.strerror}, in {where}. {how_to_make_room(error)}, then {go_on}."
 
 
 def command(*flags: object) -> str:

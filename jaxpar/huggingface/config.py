@@ -195,10 +195,9 @@ def config_json(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     """
     kind = family_of(config)
     family = FAMILIES[kind]
-    found: dict[str, Any] = {
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }  # only the tokenizer knows them
+    # Only the tokenizer knows them; a text of bytes ends with a zero byte.
+    end = 0 if config.tokens == "bytes" else None
+    found: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end}
     found |= dict.fromkeys(family.dropouts, 0.0)
     found |= {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype}
     found |= {keys[0]: getattr(config, field) for field, keys in family.sizes.items()}

@@ -330,6 +330,8 @@ def check_run_numbers(flags: RunFlags) -> None:
     check_at_least(
         0, "Choose 100, say, or 0 for no comparisons.", compare_every=checkpoint.compare_every
     )
+    check_at_least(1, "Give the number of checkpoints to keep.", keep=checkpoint.keep)
+    check_at_least(0, "Give a number of steps, or 0 for none.", keep_every=checkpoint.keep_every)
     check_at_least(0, "Choose 10, say, or 0 for any number.", max_skipped=checkpoint.max_skipped)
     check_at_least(0, "Choose 5, say, or 0 to train all steps.", patience=checkpoint.patience)
     if checkpoint.patience and not checkpoint.keep_best:

@@ -36,6 +36,11 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
+def how_to_make_room(error: OSError) -> str:
+    """Returns what to do about an error of a full disk, or of the limit of a file's size."""
+    return "Raise that limit (ulimit -f)" if error.errno == errno.EFBIG else "Make room"
+
+
 def text_of(error: BaseException) -> str:
     """Returns what to say of an error; of one of the system, which has a code and a path alone, the rule and the remedy too."""
     if isinstance(error, UnicodeEncodeError) and "utf" not in error.encoding:
@@ -46,7 +51,9 @@ def text_of(error: BaseException) -> str:
     if not isinstance(error, OSError) or None in (error.errno, error.strerror):
         return str(error)
     remedy = (
-        "Make room." if error.errno in FULL else "Name another path, or change its permissions."
+        f"{how_to_make_room(error)}."
+        if error.errno in FULL
+        else "Name another path, or change its permissions."
     )
     return (
         "a file that is read must be there, and one that is written in a folder with room that takes it; got "
