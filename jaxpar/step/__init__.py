@@ -4,7 +4,8 @@
 which program computes their gradients, and `sharding.py` how they are sharded meanwhile. `run.py` runs the plan on each shard
 of the mesh: a pipeline (`jaxpar/pipeline/`), or `microbatches.py`, which takes `jax.vjp` of one microbatch after another, with
 the layers of `vjp_layers.py` where these exchange params or gradients with other replicas. `optimizer_state.py` has the
-shardings of the optimizer's state and the calls of the optimizer; `state_checks.py` checks that a state has those of its step.
+shardings of the optimizer's state and the calls of the optimizer; `state_checks.py` checks that a state has those of its step,
+and `packed_optimizers.py` that an optimizer makes the same of layers which a pipeline has in another order.
 
 `checks.py` refuses params and batches that do not fit before anything is compiled. `traced_loss.py` traces model and loss, for
 operations that cannot run on the mesh and for the weight of a batch. `loss_checks.py` checks what a loss returns,
