@@ -159,9 +159,8 @@ def check_sequences(
         check_are_there(shapes, sequences or ())
         return 0
     named = [path for path in shapes if is_named(path, sequences or ())]
-    has_features = isinstance(batch, dict) and bool(
-        named
-    )  # else no array says how long sequences are
+    # Where no array is named, none says how long the sequences are.
+    has_features = isinstance(batch, dict) and len(named) > 0
     lengths = {path: shapes[path][1] for path in (named if has_features else shapes)}
     if len(set(lengths.values())) != 1:
         raise ValueError(

@@ -45,9 +45,7 @@ _INTEGERS = {
     for bits in (8, 16, 32, 64)
 }
 DTYPES = FLOATS | _INTEGERS | {"BOOL": np.dtype(bool)}
-SNAPSHOTS = (
-    "snapshots"  # the folder of the versions of a model in the cache of the Hugging Face Hub
-)
+SNAPSHOTS = "snapshots"  # of a model, in the cache of the Hugging Face Hub
 CONFIG = "config.json"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -129,9 +129,7 @@ def _refuse_other_numbers(optimizer: Optimizer, params: PyTree, layout: Any) -> 
         given = _drawn(rng, params), _drawn(rng, params)
         with jax.ensure_compile_time_eval():  # under a trace, too
             apart = float(jax.jit(partial(_distance, optimizer))(*given))
-    except (
-        Exception
-    ):  # of any kind: an optimizer is a function of the user, which may want larger arrays
+    except Exception:  # of any kind: a function of the user, which may want larger arrays
         return
     if apart > ALIKE:
         raise ValueError(
