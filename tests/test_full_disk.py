@@ -76,7 +76,7 @@ def test_a_recipe_whose_files_cannot_be_written_ends_with_74_and_one_message(
     error = error_of(capsys.readouterr().err)
     assert error.startswith("error: a run's files must be written; got: ")
     assert "File too large" in error
-    assert error.endswith("Make room, then begin again with --overwrite.")
+    assert error.endswith("Raise that limit (ulimit -f), then begin again with --overwrite.")
     steps_written = steps_in(tmp_path / "out")
     assert steps_written == list(range(len(steps_written)))
     if what == "metrics.jsonl":
@@ -102,7 +102,7 @@ def test_a_disk_that_is_full_from_the_beginning_ends_a_run_with_74_and_keeps_the
     with pytest.raises(SystemExit, match="74"):
         cli.run(write, house_prices.Config, ["--out-dir", str(tmp_path)])
     assert (
-        f"got: {os.strerror(fault)}, in {tmp_path}. Make room, then begin again."
+        f"got: {os.strerror(fault)}, in {tmp_path / 'config.json'}. Make room, then begin again."
         in capsys.readouterr().err
     )
     assert os.listdir(tmp_path) == ["config.json"]

@@ -19,6 +19,7 @@ from jaxpar.row_dependence.operation import Operation, span_of_shape
 from jaxpar.row_dependence.values import (
     BY_PART,
     NONE,
+    NOT_KNOWN,
     Kind,
     Value,
     Values,
@@ -67,17 +68,17 @@ def _of_all_devices(op: Operation, value: Value, at: int) -> Value:
 
 def _joined(op: Operation, value: Value) -> Value:
     """Of what mixes the rows of a device: it may be made right later, as parts of a softmax are."""
-    why = value.why
     if value.kind is Kind.MIXED:
         why = op.told("it joins over the devices what mixes the rows of each")
-    return replace(_NOT_KNOWN, why=why)
+        return replace(_NOT_KNOWN, why=why)
+    return _NOT_KNOWN
 
 
 def gathered(op: Operation, given: Values) -> Value:
     """Of the values of all devices, side by side."""
     (value,) = given
     if not op.joins_rows:
-        return op.unknown(given, op.told("it is not known"))
+        return op.unknown(given, op.told(NOT_KNOWN))
     if value.kind is not Kind.ROWS:
         return value if value.is_free else _joined(op, value)
     few, many = map(math.prod, op.out_shapes())
@@ -96,7 +97,7 @@ def exchanged(op: Operation, given: Values) -> Value:
     """Of a part of the values of each device."""
     (value,) = given
     if not op.joins_rows:
-        return op.unknown(given, op.told("it is not known"))
+        return op.unknown(given, op.told(NOT_KNOWN))
     if value.kind is Kind.ROWS:
         return _in_order_of_devices(op, value)
     dims = op.varying_out()
@@ -117,5 +118,5 @@ def sent(op: Operation, given: Values) -> list[Value]:
         return [replace(_NOT_KNOWN, why=why)] * count
     if not given:
         return [Value()] * count
-    why = op.told("it is not known")
+    why = op.told(NOT_KNOWN)
     return [op.unknown(given, why, at) for at in range(count)]

@@ -11,6 +11,7 @@ from jaxpar._compat import bind
 from jaxpar.row_dependence.operation import LIBRARY, Operation
 from jaxpar.row_dependence.values import (
     NONE,
+    NOT_KNOWN,
     Kind,
     Reason,
     Value,
@@ -64,10 +65,10 @@ def _doubt(
             # That of a sum of gradients is here.
             is_here = value.why.line.startswith(LIBRARY)
             return op.told(what) if is_here else value.why._replace(what=what)
-    known = {value.why for value in (*given, *made)}
-    for value in found:
-        if value.why and value.why not in known:
-            return value.why._replace(what=f"its own derivative: {value.why.what}")
+    known = {value.why for value in (*given, *made)} | {NONE}
+    for why in (value.why for value in found if value.why not in known):
+        if why.what != NOT_KNOWN:  # as the kernel of a backward pass is
+            return why._replace(what=f"its own derivative: {why.what}")
     is_plain = all(v.growth == 1 for v in given)
     if is_plain and any(v.kind in _OF_ROWS and v.growth not in (1, None) for v in found):
         return op.told("its own derivative depends on the number of rows")

@@ -36,6 +36,7 @@ from jaxpar.row_dependence.rules import (
 )
 from jaxpar.row_dependence.values import (
     NONE,
+    NOT_KNOWN,
     OTHER_PROGRAM,
     ZERO,
     Kind,
@@ -180,7 +181,7 @@ class Reader:
         try:
             made = RULES[op.name](op, given)
         except Exception:  # no rule, or a form of an operation that its rule does not know
-            return [op.unknown(given, op.told("it is not known"), at) for at in outputs]
+            return [op.unknown(given, op.told(NOT_KNOWN), at) for at in outputs]
         return placed(op, given, made if isinstance(made, list) else [made for _ in outputs])
 
     # Calls and branches -----------------------------------------------------------------------
@@ -211,9 +212,7 @@ class Reader:
             for equation, inner in ((op.few, few), (op.many, many))
         )
         if not is_whole:
-            return [
-                op.unknown(given, op.told("it is not known"), at) for at in range(op.num_outputs)
-            ]
+            return [op.unknown(given, op.told(NOT_KNOWN), at) for at in range(op.num_outputs)]
         return replace(self, caller=op.line).read(few, many, given)
 
     # Loops ------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import NamedTuple
 BY_PART = "it depends on the place of a head, or whatever devices exchange, in the part of one"
 TORN = "it adds up some dims of rows"
 OTHER_PROGRAM = "another program for another number of rows"
+NOT_KNOWN = "it is not known"
 TAKEN = "it takes some rows"
 MOVED = "it moves rows"
 MOVED_APART = "it moves rows apart"
