@@ -67,7 +67,8 @@ def _doubt(
             return op.told(what) if is_here else value.why._replace(what=what)
     known = {value.why for value in (*given, *made)} | {NONE}
     for why in (value.why for value in found if value.why not in known):
-        if why.what != NOT_KNOWN:  # as the kernel of a backward pass is
+        # A kernel of a backward pass is not known, and jaxpar's own functions are tested.
+        if why.what != NOT_KNOWN and not why.line.startswith(LIBRARY):
             return why._replace(what=f"its own derivative: {why.what}")
     is_plain = all(v.growth == 1 for v in given)
     if is_plain and any(v.kind in _OF_ROWS and v.growth not in (1, None) for v in found):
