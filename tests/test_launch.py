@@ -104,7 +104,12 @@ def test_the_cause_is_named_not_its_consequences(launch, monkeypatch):
 
 
 @pytest.mark.parametrize("code", [74, 75, 86])
-def test_where_all_agree_to_end_the_first_process_which_says_why_is_named(launch, code):
+def test_where_all_agree_to_end_the_first_process_which_says_why_is_named(
+    launch, code, monkeypatch
+):
+    monkeypatch.setattr(
+        "jaxpar.runtime.launch.SECONDS_TO_EXPLAIN", WAIT_SECONDS
+    )  # on a busy machine it ends late
     work = launch(
         f"time.sleep(0.3 * (me == 0)); print('why', flush=True) if me == 0 else None; sys.exit({code})"
     )
