@@ -214,7 +214,8 @@ def _with_positions(batch: PyTree, columns: np.ndarray, *, is_whole: bool) -> Py
     """Returns a dict of some columns with the position of each token in its document, and its documents numbered."""
     if not isinstance(batch, dict):
         return batch
-    rows, seq = len(jax.tree.leaves(batch)[0]), len(columns)
+    seq = len(columns)
+    rows = next(len(leaf) for leaf in jax.tree.leaves(batch) if is_sequence(leaf, seq))
     segments, positions = (np.asarray(batch.get(name, 0)) for name in ("segments", "positions"))
     for name, given in (("segments", segments), ("positions", positions)):
         if name in batch and (

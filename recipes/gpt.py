@@ -121,7 +121,7 @@ def main(config: Config) -> None:
         train, test = language_data.make_rows(config.data, text, shape.vocab_size)
         shape = language_model.with_documents(shape, config.data.max_documents, (train, test))
         if own.save_hf is not None:
-            model_files.check_room(own.save_hf, shape, described_by=own.init_from)
+            model_files.check_room(own.save_hf, shape, common, described_by=own.init_from)
         schedule = make_pipeline(config, mesh, len(train))
         layout = language_model.make_layout(shape, schedule, own.layers_per_virtual_stage)
         init, shardings = language_model.make_params(

@@ -76,7 +76,9 @@ def test_a_recipe_whose_files_cannot_be_written_ends_with_74_and_one_message(
     error = error_of(capsys.readouterr().err)
     assert error.startswith("error: a run's files must be written; got: ")
     assert "File too large" in error
-    assert error.endswith("Raise that limit (ulimit -f), then begin again with --overwrite.")
+    assert error.endswith(
+        "Raise the limit of a file's size (ulimit -f), then begin again with --overwrite."
+    )
     steps_written = steps_in(tmp_path / "out")
     assert steps_written == list(range(len(steps_written)))
     if what == "metrics.jsonl":

@@ -154,9 +154,9 @@ def test_a_part_of_a_run_and_a_written_model_are_no_runs_to_export(tmp_path):
     (run / "model" / "config.json").write_text("{}")
     (written / "model.safetensors").touch()
     for given, message in (
-        (run / "checkpoints" / "6", rf"a part of one\. Give {run}, with --step 6\."),
-        (run / "checkpoints", rf"a part of one\. Give {run}\."),
-        (run / "model", rf"a part of one\. Give {run}\."),
+        (run / "checkpoints" / "6", rf"which is inside of it\. Give {run}, with --step 6\."),
+        (run / "checkpoints", rf"which is inside of it\. Give {run}\."),
+        (run / "model", rf"which is inside of it\. Give {run}\."),
         (written, "written, a model that transformers reads as it is"),
     ):
         with pytest.raises(ValueError, match=message):

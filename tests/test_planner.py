@@ -37,7 +37,7 @@ from jaxpar.planner import (
 )
 from jaxpar.planner.cluster import Links, collective_seconds
 from jaxpar.planner.fused import FORWARD, planned_attention
-from jaxpar.planner.job import EVERY_STAGE, LAST_STAGE, divisors
+from jaxpar.planner.job import divisors
 from jaxpar.planner.kernel_seconds import memory_rate, product_seconds
 from jaxpar.planner.kernels import Product, kernels_of, peak_of_kernels
 from jaxpar.planner.ops import Analysis
@@ -585,8 +585,7 @@ def test_the_head_is_charged_in_the_ticks_in_which_the_program_runs_it(
     schedule, chunks, shared, alone
 ):
     choice = Choice(stage=4, num_microbatches=8, schedule=schedule, num_chunks=chunks)
-    heads = choice.heads(8)
-    assert (heads.count(EVERY_STAGE), heads.count(LAST_STAGE)) == (shared, alone)
+    assert sum(choice.heads(8)) == shared
     segments = choice.program(8).segments
     with_head = [each for each in segments if each.has_head and "F" in each.ops]
     assert sum(len(each.ticks) for each in with_head if each.masked) == shared

@@ -230,6 +230,13 @@ def halved(h, halve, goes_on=jnp.any):
     return jax.lax.while_loop(lambda r: goes_on(are_big(r)), trip, h)
 
 
+def test_a_mask_that_no_trip_changes_ends_no_rows_trips():
+    held = lambda mask: lambda r, big: jnp.where(mask, r / 2, r)
+    for mask in (lambda h, t: t[..., None] > 0, lambda h, t: jnp.arange(h.shape[2]) > 2):
+        (found,) = read(lambda p, h, y, t, mask=mask: halved(h, held(mask(h, t))))
+        assert "test_row_dependence.py" in found.why.line
+
+
 def test_as_many_trips_as_there_are_rows_are_a_doubt():
     (found,) = read(lambda p, h, y, t: jax.lax.fori_loop(0, len(h), lambda i, c: c * 0.9, h))
     assert found.why.what == "the number of trips depends on the number of rows"

@@ -382,7 +382,14 @@ def test_the_last_state_is_kept_where_what_is_made_of_it_cannot_be_written(tmp_p
         assert [line for line in said if "saved step" in line] == [
             f"saved step 2 in {tmp_path / 'checkpoints'}"
         ]
-    assert run.checkpoints.latest() == 2
+    resumed = flags.replace(resume=True)
+    with Run(resumed, mesh, {"a": 1}, say=said.append) as run:
+        run.restore(init, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
+        run.compile(jaxpar.make_train_step(grads, optax.sgd(0.1)), jnp.zeros(2))
+        again = run.begin()
+    assert (int(again.step), run.first_step) == (2, 2)
+    np.testing.assert_array_equal(again.params["w"], state.params["w"])
+    np.testing.assert_allclose(state.params["w"], [0.64, 0.64], rtol=1e-6)
 
 
 def test_an_optimizer_with_a_key_is_compared_by_its_numbers(tmp_path):

@@ -1223,14 +1223,29 @@ def test_what_is_not_modelled_is_refused_unless_it_is_ignored_and_dropout_is(tmp
 @pytest.mark.parametrize(
     ("file", "content", "settings", "message"),
     [
-        ("model.json", {}, {"step": 7}, "step must be of .* for the run of house_prices.py in"),
-        ("model.json", {}, {"max_tokens": 5}, "max_tokens must be of the model that is served"),
-        ("config.json", {"model_type": "llama"}, {"step": 7}, "step .* which is of no step"),
+        (
+            "model.json",
+            {},
+            {"step": 7},
+            "step must be given for a model .*; got the run of house_prices.py in",
+        ),
+        (
+            "model.json",
+            {},
+            {"max_tokens": 5},
+            "max_tokens must be given for a model that has such a setting",
+        ),
+        (
+            "config.json",
+            {"model_type": "llama"},
+            {"step": 7},
+            "step .*; got the model in .*, which has no steps",
+        ),
         (
             "config.json",
             {"hidden_layers": 8, "width": 4},
             {"dtype": "bfloat16", "tokenizer": Path("a")},
-            "tokenizer, dtype .* for the run of digits.py",
+            "tokenizer, dtype .*; got the run of digits.py",
         ),
     ],
 )

@@ -440,7 +440,7 @@ def _check_is_run(folder: Path) -> None:
     if above is not None:
         step = f", with --step {given.name}" if given.name.isdigit() else ""
         raise ValueError(
-            f"a run must be a folder; got {folder}, a part of one. Give {above}{step}."
+            f"a run must be given by its own folder; got {folder}, which is inside of it. Give {above}{step}."
         )
     if any((folder / name).exists() for name in (ONE_FILE, INDEX)):
         raise ValueError(

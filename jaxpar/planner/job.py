@@ -27,8 +27,6 @@ from jaxpar.schedule.simulate import Structure, structure_of
 
 EXPERTS = "experts"
 
-EVERY_STAGE, LAST_STAGE, NO_STAGE = "every", "last", "none"  # that run the head in a tick
-
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -120,10 +118,10 @@ class Choice:
         """Returns the structure of the table, from which its makespan follows for any costs."""
         return _structure(self._scheduled(num_microbatches), form or self.form, by_tick)
 
-    def heads(self, num_microbatches: int) -> tuple[str, ...]:
-        """Returns for each tick of lock-step on GPUs whether ``EVERY_STAGE``, the ``LAST_STAGE`` or ``NO_STAGE`` runs the head.
+    def heads(self, num_microbatches: int) -> tuple[bool, ...]:
+        """Returns for each tick of lock-step on GPUs whether every stage runs the head, or a part of it.
 
-        The last stage does so only in a tick of an F of its last chunk.
+        In other ticks the last stage runs it alone, with an F of its last chunk.
         """
         return _heads(self._scheduled(num_microbatches))
 
@@ -221,13 +219,12 @@ def _structure(choice: Choice, form: str, by_tick: bool) -> Structure:
 
 
 @lru_cache(maxsize=512)
-def _heads(choice: Choice) -> tuple[str, ...]:
-    heads: list[str] = []
+def _heads(choice: Choice) -> tuple[bool, ...]:
+    heads: list[bool] = []
     timetable = Timetable(_table(choice, choice.form))
     for segment in segments_of(timetable, masks=True, skips=()):
-        runs = segment.has_head and "F" in segment.ops
-        where = (EVERY_STAGE if segment.masked else LAST_STAGE) if runs else NO_STAGE
-        heads += [where] * len(segment.ticks)
+        has_head = segment.masked and segment.has_head and "F" in segment.ops
+        heads += [has_head] * len(segment.ticks)
     return tuple(heads)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from jaxpar.dtypes import num_bytes
 from jaxpar.mesh import DATA, REPLICAS, STAGE, TENSOR
 from jaxpar.planner.cluster import Cluster, Links, collective_seconds
-from jaxpar.planner.job import EVERY_STAGE, EXPERTS, Assumptions, Choice, Software
+from jaxpar.planner.job import EXPERTS, Assumptions, Choice, Software
 from jaxpar.planner.kernel_seconds import memory_rate, seconds_of
 from jaxpar.planner.kernels import Kernels
 from jaxpar.planner.ops import Analysis, Work, layer_works
@@ -398,9 +398,9 @@ def _ticks(prices: Prices, num_microbatches: int) -> int | float:
             return seconds
         return seconds - min(counts[v] for v, _ in row) * prices.beside
 
-    def of_tick(tick: frozenset[Row], head: str) -> int | float:
+    def of_tick(tick: frozenset[Row], has_head: bool) -> int | float:
         kinds = {kind for row in tick for _, kind in row}
-        is_everywhere = runs_everywhere and head == EVERY_STAGE
+        is_everywhere = runs_everywhere and has_head
         of_last = 0.0 if is_everywhere else prices.whole_head
         ends = prices.head_seconds if is_everywhere else 0.0
         if "F" in kinds:

@@ -231,9 +231,11 @@ class Reader:
             return carry
         body = opened(few)
         kept = _kept(body, of_body, len(carry))
+        carried = list(zip(body.invars[of_body:], kept, strict=True))
+        changed = {id(before) for before, is_kept in carried if not is_kept}
         made = []
-        for at, (value, is_kept) in enumerate(zip(carry, kept, strict=True)):
-            is_own = is_kept or _keeps_rows(body, body.invars[of_body + at], body.outvars[at])
+        for at, (value, (before, is_kept)) in enumerate(zip(carry, carried, strict=True)):
+            is_own = is_kept or _keeps_rows(body, before, body.outvars[at], changed)
             made.append(value if is_kept else _after_trips(op, goes_on, value, at, is_own=is_own))
         return made
 
@@ -366,23 +368,36 @@ def _kept(body: Any, first: int, count: int) -> list[bool]:
     return [a is b for a, b in zip(carried, body.outvars, strict=False)]
 
 
-def _keeps_rows(body: Any, before: Any, after: Any) -> bool:
+def _keeps_rows(body: Any, before: Any, after: Any, changed: set[int]) -> bool:
     """Whether the body of a loop chooses, for each row, between what it makes of a value and the value itself.
 
-    Under vmap a loop makes as many trips as any row needs, and each row keeps what its own made.
+    Under vmap a loop makes as many trips as any row needs, and each row keeps what its own made. The choice then follows what
+    trips have made: a mask that no trip changes, such as that of padding, ends no row's trips.
+
+    Args:
+        body: The jaxpr of a trip.
+        before: The variable of the value before the trip.
+        after: That of the value after it.
+        changed: The ids of the variables that trips change.
     """
+    for each in body.eqns:
+        if any(id(x) in changed for x in each.invars):
+            changed = changed | set(map(id, each.outvars))
     equation = next((each for each in body.eqns if after in each.outvars), None)
     if equation is None:
         return False
     if equation.primitive.name == "select_n":
         choice, *cases = equation.invars
-        return choice.aval.ndim > 0 and any(case is before for case in cases)
+        follows = choice.aval.ndim > 0 and id(choice) in changed
+        return follows and any(case is before for case in cases)
     given = [at for at, each in enumerate(equation.invars) if each is before]
     if (inner := inlined(equation)) is None or not given:
         return False
     inside = opened(inner)
     to = equation.outvars.index(after)
-    return _keeps_rows(inside, inside.invars[given[0]], inside.outvars[to])
+    pairs = zip(equation.invars, inside.invars, strict=True)
+    own = {id(inner) for outer, inner in pairs if id(outer) in changed}
+    return _keeps_rows(inside, inside.invars[given[0]], inside.outvars[to], own)
 
 
 def _after_trips(op: Operation, goes_on: Value, value: Value, at: int, *, is_own: bool) -> Value:

@@ -88,8 +88,8 @@ def remark_on_frozen(flags: LoraFlags, init_from: Path | None) -> str:
     if flags.lora_rank is None or init_from is not None:
         return ""
     return (
-        "--lora-rank without --init-from: the weights beside the factors are random, and stay so; adapters are of use beside "
-        "these alone"
+        "--lora-rank without --init-from: the weights beside the factors are random and are not trained, so the adapters "
+        "are of no use for another model"
     )
 
 

@@ -169,9 +169,7 @@ def check_save_folder(folder: Path, flags: CommonFlags) -> None:
 
     A run notes in its own folder that it begins to write (``begin_to_save``), and is then resumed with as many steps.
     """
-    mark = _read_mark(flags.out_dir) if flags.resume else None
-    is_own = mark == _mark(folder, flags)
-    if not exchange("model that was begun", is_own)[0]:  # of the first process, which writes
+    if not _is_begun(folder, flags):
         jaxpar.huggingface.check_no_model(folder)
 
 
@@ -186,6 +184,12 @@ def begin_to_save(folder: Path, flags: CommonFlags) -> None:
     write_json(flags.out_dir / MARK, _mark(folder, flags))
 
 
+def _is_begun(folder: Path, flags: CommonFlags) -> bool:
+    """Returns whether a run that goes on has begun to write its model; every process must call it."""
+    is_begun = flags.resume and _read_mark(flags.out_dir) == _mark(folder, flags)
+    return exchange("model that was begun", is_begun)[0]  # of the first process, which writes
+
+
 def _mark(folder: Path, flags: CommonFlags) -> dict[str, Any]:
     return {"folder": str(folder.resolve()), "steps": flags.steps}
 
@@ -194,10 +198,16 @@ def _read_mark(out_dir: Path) -> dict[str, Any] | None:
     return read_json(out_dir / MARK) if (out_dir / MARK).exists() else None
 
 
-def check_room(folder: Path, config: TransformerConfig, *, described_by: Path | None) -> None:
-    """Raises OSError if the disk of a folder has no room for the model that ``save_model`` would write there."""
-    dtype = None if described_by is None else dtype_of(described_by)
-    export.check_room(folder, config, dtype or "float32")
+def check_room(
+    folder: Path, config: TransformerConfig, flags: CommonFlags, *, described_by: Path | None
+) -> None:
+    """Raises OSError if the disk of a folder has no room for the model that ``save_model`` would write there.
+
+    What a killed run has written there takes room until ``begin_to_save`` removes it.
+    """
+    if not _is_begun(folder, flags):
+        dtype = None if described_by is None else dtype_of(described_by)
+        export.check_room(folder, config, dtype or "float32")
 
 
 def save_model(

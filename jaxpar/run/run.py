@@ -340,7 +340,16 @@ class Run(AbstractContextManager["Run"]):
         }
 
     def keep(self, state: jaxpar.TrainState) -> None:
-        """Saves the last state if no checkpoint has it, where what is made of it could not be written; all must call it."""
+        """Saves the state after the last step if no checkpoint has it, as where a model made of it could not be written.
+
+        Every process must call it.
+
+        Args:
+            state: The state, not donated.
+
+        Raises:
+            OSError: The checkpoint could not be written.
+        """
         step = int(jaxpar.fetch(state.step))
         if self.checkpoints.latest() != step:
             self.checkpoints.save(state, **self._about(step))

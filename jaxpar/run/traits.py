@@ -187,7 +187,9 @@ class Traits:
         is_apart = (
             isinstance(then, Mapping)
             and now is not None
-            and any(then.get(name) != now[name] for name in ("checksum", "of_each_update"))
+            and any(
+                then.get(name, now[name]) != now[name] for name in ("checksum", "of_each_update")
+            )
         )
         if (
             isinstance(then, Mapping)
@@ -260,7 +262,7 @@ def numbers_of(optimizer: Any, params: PyTree) -> dict[str, Any] | None:
     found = [_text(np.asarray(value)) for value in values]
     return {
         "checksum": _checksum_of(found),
-        "of_each_update": _checksum_of(" ".join(sorted(each)) for each in updates),
+        "of_each_update": _checksum_of(",".join(sorted(each)) for each in updates),
         "numbers": [*dict.fromkeys(found)][:MOST],
     }
 
@@ -276,7 +278,7 @@ def _is_told(
 
 
 def _checksum_of(texts: Iterable[str]) -> str:
-    return checksum([np.frombuffer("\n".join(texts).encode(), np.uint8)])
+    return checksum([np.frombuffer(" ".join(texts).encode(), np.uint8)])
 
 
 def _text(value: np.ndarray) -> str:
@@ -290,7 +292,7 @@ def _other_numbers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         return "its update has the same numbers in other places"
     listed = lambda numbers: printable(brief(", ".join(numbers)))
     if not old:
-        return f"its update computes with {listed(new)}, that of the saved one not"
+        return f"its update computes with {listed(new)}, which that of the saved run does not have"
     return f"its update computes with {listed(new) or 'none'} where that of the saved one has {listed(old)}"
 
 

@@ -38,7 +38,11 @@ def printable_lines(text: str) -> str:
 
 def how_to_make_room(error: OSError) -> str:
     """Returns what to do about an error of a full disk, or of the limit of a file's size."""
-    return "Raise that limit (ulimit -f)" if error.errno == errno.EFBIG else "Make room"
+    return (
+        "Raise the limit of a file's size (ulimit -f)"
+        if error.errno == errno.EFBIG
+        else "Make room"
+    )
 
 
 def text_of(error: BaseException) -> str:

@@ -105,7 +105,7 @@ def open_model(folder: Path, settings: ModelSettings) -> Served:
         read_json(file_inside(folder, CONFIG, str(folder))) if (folder / CONFIG).is_file() else {}
     )
     if "model_type" in config:
-        _refuse_settings(settings, ("step",), f"the model in {folder}, which is of no step")
+        _refuse_settings(settings, ("step",), f"the model in {folder}, which has no steps")
         return _pretrained(folder, name, settings)
     check_no_adapters(folder)
     if {"hidden_layers", "width"} <= set(config):
@@ -135,7 +135,7 @@ def _refuse_settings(settings: ModelSettings, names: Sequence[str], what: str) -
     idle = [name for name in names if getattr(settings, name) != getattr(ModelSettings, name)]
     if idle:
         raise ValueError(
-            f"{fields.arg(*idle)} must be of the model that is served; got it for {what}. Leave it out."
+            f"{fields.arg(*idle)} must be given for a model that has such a setting; got {what}. Leave it out."
         )
 
 

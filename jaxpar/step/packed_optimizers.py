@@ -131,7 +131,7 @@ def _refuse_other_numbers(optimizer: Optimizer, params: PyTree, layout: Any) -> 
             apart = float(jax.jit(partial(_distance, optimizer))(*given))
     except Exception:  # of any kind: a function of the user, which may want larger arrays
         return
-    if apart > ALIKE:
+    if not apart <= ALIKE:  # nor is it NaN
         raise ValueError(
             "an optimizer must treat packed layers alike, or by sums over all of them, since they are not in the model's order "
             f"and have zeros between them; got updates that are up to {apart:.1%} from those of layers in order, and "
