@@ -131,7 +131,7 @@ class Traits:
             ]
             if apart:
                 told = printable(", ".join(apart))
-                self._say(f"the step is not that of the saved run: {told}. {REMEDY}")
+                self._say(f"the step is not that of the saved run: {told}.{self._remedy()}")
 
     def take_batch(self, batch: PyTree) -> None:
         """Takes the batch that the step is compiled for; prints how it differs from that of the saved run, if it does."""
@@ -141,7 +141,7 @@ class Traits:
         }
         saved = self._saved.get("batch")
         if isinstance(saved, Mapping) and (apart := self._apart(saved, self._batch)):
-            self._say(f"a batch is not what it was in the saved run: {apart}. {REMEDY}")
+            self._say(f"a batch is not what it was in the saved run: {apart}.{self._remedy()}")
 
     def check_same_program(self, program: str) -> None:
         """Raises ValueError unless all processes have the same program and optimizer, with the numbers that differ.
@@ -198,10 +198,9 @@ class Traits:
             and is_apart
             and not _is_told(then, now, kept)
         ):
-            more = "" if self.settings else f" {REMEDY}"
             self._say(
                 "the optimizer is not that of the saved run: "
-                f"{_other_numbers(then, now)}{self._why(settings, then, now)}.{more}"
+                f"{_other_numbers(then, now)}{self._why(settings, then, now)}.{self._remedy()}"
             )
         if not self.settings:
             numbers = "" if is_compared else "the numbers of the optimizer, "
@@ -209,6 +208,10 @@ class Traits:
                 f"not compared with the saved run, since Run has no settings: {numbers}the data, the model and the loss. "
                 f"{REMEDY}"
             )
+
+    def _remedy(self) -> str:
+        """Returns the advice to give settings, where the run has none."""
+        return "" if self.settings else f" {REMEDY}"
 
     def _why(
         self, settings: Mapping[str, Any], then: Mapping[str, Any], now: Mapping[str, Any]
