@@ -212,11 +212,30 @@ def sum_over_sequence(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
 
 
 def max_over_sequence(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
-    """Returns the largest values of the devices that share each sequence; it has no derivative.
+    """Returns the largest values of the devices that share each sequence.
 
-    **Collectives**: an all-reduce over ``context``.
+    The gradient goes to the device that has the largest value, and in equal parts to those that have it.
+
+    **Collectives**: an all-reduce over ``context``, and two of the gradient.
     """
-    return x if num_parts() == 1 else lax.pmax(x, CONTEXT)
+    if num_parts() == 1:
+        return x
+    has_derivative = jnp.issubdtype(x.dtype, jnp.inexact)
+    return _largest(x) if has_derivative else lax.pmax(x, CONTEXT)
+
+
+@jax.custom_jvp  # jax.lax.pmax has no rule
+def _largest(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
+    return lax.pmax(x, CONTEXT)
+
+
+@_largest.defjvp
+def _share_of_largest(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (tangent,) = primals, tangents
+    largest = _largest(x)
+    holds = (x == largest).astype(tangent.dtype)
+    share = holds / sum_over_sequence(holds)
+    return largest, sum_over_sequence(share * tangent)
 
 
 def _reduced_in(dtype: jnp.dtype) -> jnp.dtype:

@@ -653,6 +653,29 @@ def test_features_of_a_row_are_whole_on_each_device(axes, x64):
     assert_same(step(held, sharded), expected, within=1e-12)
 
 
+@pytest.mark.parametrize("axes", [{"context": 2}, {"context": 4, "data": 2}])
+def test_the_largest_value_of_a_sequence_has_the_gradient_of_one_device(x64, axes):
+    """Also where several positions have it: each device that has one gets an equal part, as positions of one device do."""
+    rng = np.random.default_rng(0)
+    largest = lambda h: context_parallel.max_over_sequence(h.max(1, keepdims=True))
+    model = lambda w, batch: jnp.tanh(batch["x"] @ w) * largest(jnp.sin(batch["x"] @ w))
+    loss = lambda h, batch: jaxpar.losses.squared_error(h, batch["x"])
+    x = rng.normal(size=(4, 16, 3))
+    x[:, 4:8] = x[:, 8:12] = x[:, 12:] = x[:, :4]  # a part is the same on each device
+    batch, w = {"x": x}, rng.normal(size=(3, 3))
+
+    def whole(w):
+        total, count = loss(model(w, batch), batch)
+        return total / count
+
+    mesh = jaxpar.make_mesh(**axes)
+    params = jaxpar.shard(w, jaxpar.shardings_from_paths(w, mesh, {"": jaxpar.replicated()}))
+    split = jaxpar.shard_batch(batch, mesh)
+    with signatures_unchecked():
+        got = jax.jit(jaxpar.value_and_grad(model, loss, mesh))(params, split)
+    assert_same(got, jax.value_and_grad(whole)(w))
+
+
 def test_features_of_a_row_that_may_be_a_sequence_are_refused():
     mesh, tokens = jaxpar.make_mesh(context=2), np.ones((2, SEQ), np.int32)
     for count in (SEQ, SEQ // 2):  # as many as positions of the row, or of a device
