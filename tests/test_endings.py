@@ -8,6 +8,7 @@ import pytest
 from jaxpar.runtime import coordination, endings
 from jaxpar.runtime.coordination import AgreedStep, PeerLostError, exchange
 from jaxpar.runtime.endings import ENDED, GOES_ON, EndWatch
+from jaxpar.runtime.uncaught import exit_code_of
 from tests.support.fake_service import stand_in
 from tests.support.real_runs import run
 from tests.support.waiting import NEVER, WAIT_SECONDS, wait_until
@@ -82,10 +83,22 @@ def test_who_waits_for_an_answer_of_a_process_that_has_ended_is_told_at_once(mon
     service = stand_in(monkeypatch, {f"{ENDED}/1": {"process": 1, "code": 65}})
     with pytest.raises(
         PeerLostError,
-        match=r"process 1 of 2 has ended with exit code 65 without an answer for jaxpar/x",
-    ):
+        match=r"process 1 of 2 has ended with exit code 65 without an answer for jaxpar/x/0/1\. Its own message says why\.",
+    ) as found:
         exchange("x", True, timeout_seconds=NEVER)
     assert GOES_ON in service.values
+    assert exit_code_of(found.value) == 65, "a restart would not help"
+
+
+@pytest.mark.parametrize(("code", "follows"), [(2, 2), (86, 86), (1, 70), (0, 70)])
+def test_a_process_ends_with_the_code_of_another_one_after_which_no_restart_helps(
+    monkeypatch, capfd, code, follows
+):
+    """SLURM reports the highest code of all tasks: beside 70 it would start a run anew that cannot go on."""
+    stand_in(monkeypatch, {ENDED: {"process": 1, "code": code}})
+    assert ends_of_one_that_goes_on(3) == [follows]
+    says_why = "Its own message says why." in capfd.readouterr().err
+    assert says_why == bool(code)
 
 
 # -- a process that leaves ---------------------------------------------------------------------------------------------

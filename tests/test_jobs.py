@@ -329,7 +329,8 @@ def test_a_batch_script_is_one_that_bash_reads_and_slurm_obeys(tmp_path):
         "--signal=TERM@150",
     ):
         assert f"#SBATCH {line}\n" in text
-    assert "--kill-on-bad-exit=1 python -u train.py --text 'a b' --mesh.data 2" in text
+    # After another signal than that of a code srun reports the signal: a drain would count as a failure.
+    assert "--kill-on-bad-exit=0 --wait=150 python -u train.py --text 'a b' --mesh.data 2" in text
     script = tmp_path / "job.sh"
     script.write_text(text)
     (tmp_path / "bin").mkdir()
@@ -1177,9 +1178,7 @@ def test_a_batch_script_has_the_resources_and_variables_of_the_job():
     text = to_sbatch(job)
     assert "#SBATCH --cpus-per-task=96\n#SBATCH --mem=800G\n" in text
     assert "--gpus-per-node" not in text
-    assert "srun --kill-on-bad-exit=1 --cpus-per-task=96 python" in text, (
-        "srun does not take it from sbatch"
-    )
+    assert " --cpus-per-task=96 python" in text, "srun does not take it from sbatch"
     assert "export A='x y'\nexport B='$HOME'\n" in text
     assert "export JAX_PLATFORMS=cpu\nexport JAX_NUM_CPU_DEVICES=8\n" in text
 

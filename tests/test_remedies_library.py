@@ -316,7 +316,13 @@ def test_every_flag_that_a_message_names_exists():
     known |= flags_of(lambda: command(["--help"]))
     assert {"--mesh.data", "--allow-change", "--budget.step", "--nodes", "--max-restarts"} <= known
     known |= {"--local-dir"}  # of hf, which downloads models
-    known |= {"--exclusive", "--requeue", "--kill-on-bad-exit", "--cpus-per-task"}  # SLURM's
+    known |= {
+        "--exclusive",
+        "--requeue",
+        "--kill-on-bad-exit",
+        "--wait",
+        "--cpus-per-task",
+    }  # SLURM's
     for where, text in messages():
         # Names that others give to flags, beside ours, which test_status.py holds against the recipes.
         if where.startswith("jaxpar/commands/recipe.py"):

@@ -246,7 +246,7 @@ def to_sbatch(job: Job) -> str:
         variables="".join(
             f"export {name}={shlex.quote(value)}\n" for name, value in job.variables().items()
         ),
-        command=f"srun --kill-on-bad-exit=1{cpus} {shlex.join(job.arguments())}",
+        command=f"srun --kill-on-bad-exit=0 --wait={job.grace_seconds}{cpus} {shlex.join(job.arguments())}",
         final=_either((ExitCode.DONE, *FINAL_CODES)),
         preempted=int(ExitCode.PREEMPTED),
         max_restarts=job.max_restarts,

@@ -21,12 +21,14 @@ from jaxpar.row_dependence.values import (
     NONE,
     NOT_KNOWN,
     Kind,
+    Place,
     Value,
     Values,
     product_of_growths,
 )
 
 _NOT_KNOWN = Value(Kind.UNKNOWN, None)
+_BY_OWN_PLACE = "it joins what depends on the place of a row in its device"
 
 
 def summed(op: Operation, given: Values) -> list[Value]:
@@ -40,7 +42,8 @@ def _sum_of_devices(op: Operation, value: Value, at: int) -> Value:
     if value.kind is Kind.SUM:
         return Value(growth=value.growth, why=value.why, assumed=value.assumed)
     if value.is_free:
-        return Value(growth=product_of_growths(value.growth, 1 / op.ratio))
+        growth = product_of_growths(value.growth, 1 / op.ratio)
+        return Value(growth=growth, why=_without_places(op, value).why)
     return _of_all_devices(op, value, at)
 
 
@@ -54,7 +57,7 @@ def largest(op: Operation, given: Values) -> list[Value]:
 
 def _largest_of_devices(op: Operation, value: Value, at: int) -> Value:
     if value.is_free:
-        return value
+        return _without_places(op, value)
     if value.is_bound:
         return Value()
     return _of_all_devices(op, value, at)
@@ -71,7 +74,14 @@ def _joined(op: Operation, value: Value) -> Value:
     if value.kind is Kind.MIXED:
         why = op.told("it joins over the devices what mixes the rows of each")
         return replace(_NOT_KNOWN, why=why)
-    return _NOT_KNOWN
+    return replace(_NOT_KNOWN, why=value.why)
+
+
+def _without_places(op: Operation, value: Value) -> Value:
+    """Returns what devices join of a value that all have: it is in doubt if it numbers the rows of each."""
+    if not value.place:
+        return value
+    return replace(value, place=Place.NONE, why=value.why or op.told(_BY_OWN_PLACE))
 
 
 def gathered(op: Operation, given: Values) -> Value:
@@ -80,7 +90,7 @@ def gathered(op: Operation, given: Values) -> Value:
     if not op.joins_rows:
         return op.unknown(given, op.told(NOT_KNOWN))
     if value.kind is not Kind.ROWS:
-        return value if value.is_free else _joined(op, value)
+        return _without_places(op, value) if value.is_free else _joined(op, value)
     few, many = map(math.prod, op.out_shapes())
     if few != many:  # all rows are as many for any number of devices
         why = value.why or op.told("it joins the rows of all devices, and others of each")

@@ -44,6 +44,7 @@ from jaxpar.row_dependence.values import (
     Reason,
     Value,
     Values,
+    first_why,
     of_number,
 )
 
@@ -182,7 +183,8 @@ class Reader:
             made = RULES[op.name](op, given)
         except Exception:  # no rule, or a form of an operation that its rule does not know
             return [op.unknown(given, op.told(NOT_KNOWN), at) for at in outputs]
-        return placed(op, given, made if isinstance(made, list) else [made for _ in outputs])
+        made = made if isinstance(made, list) else [made for _ in outputs]
+        return _as_doubtful(given, placed(op, given, made))
 
     # Calls and branches -----------------------------------------------------------------------
 
@@ -441,6 +443,14 @@ def _stacked_over_trips(
             last=value.span.last + 1,
         ),
     )
+
+
+def _as_doubtful(given: Values, made: Results) -> Results:
+    """Returns results with the doubt about what all devices share, such as what they joined in another order."""
+    why = first_why(given)
+    if not why or not all(value.is_free for value in given):
+        return made
+    return [replace(value, why=value.why or why) for value in made]
 
 
 def _computed(op: Operation, given: Values) -> Value:

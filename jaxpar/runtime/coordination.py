@@ -133,18 +133,20 @@ def get(
             if goer := endings.who_goes_on():
                 raise PeerLostError(f"{goer} goes on without an answer for {key}") from error
             if has_ended is not None:
-                raise _lost(
-                    f"{endings.describe_end(has_ended)} without an answer for {key}"
-                ) from error
+                raise _without_answer(has_ended, key) from None
             if left < SECONDS_TO_ASK or "DEADLINE" not in str(error).upper():
                 raise PeerLostError(
                     f"process {process} must answer within {timeout_seconds:g} s; got nothing for {key}: {error}"
                 ) from error
 
 
-def _lost(told: str) -> PeerLostError:
+def _without_answer(ended: dict[str, Any], key: str) -> PeerLostError:
     endings.tell_that_this_goes_on()
-    return PeerLostError(f"{told}. {endings.REMEDY}")
+    error = PeerLostError(
+        f"{endings.describe_end(ended)} without an answer for {key}. {endings.remedy_without(ended)}"
+    )
+    error.exit_code = ExitCode(endings.code_without(ended))
+    return error
 
 
 def check_agreement(
@@ -341,7 +343,7 @@ class AgreedStep:
         elif (told := endings.news(endings.ENDED)) is not None and told[
             "process"
         ] != jax.process_index():
-            endings.go_on_without(endings.describe_end(told), self._end)
+            endings.go_on_without(endings.describe_end(told), self._end, told)
 
     def _has_waited(self) -> bool:
         """Returns whether this process has had the time to leave the loop too."""

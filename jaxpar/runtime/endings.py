@@ -2,7 +2,7 @@
 
     process 1 ends, at the end of its program or with a code    -> jaxpar/ended, jaxpar/ended/1
     process 0 is in a training loop, or waits for an answer     -> jaxpar/goes on: it cannot go on without process 1
-    process 1 reads that and ends at once; process 0 follows with exit code 70
+    process 1 reads that and ends at once; process 0 follows with exit code 70, or with a final one of process 1, such as 2
 
 A process that ends its program waits until the others do. JAX's own shutdown waits too, but tells nobody, aborts a minute later
 and loses the exit code.
@@ -14,12 +14,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxpar._compat import coordination
 from jaxpar.runtime import place
-from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.runtime.exit_codes import FINAL_CODES, ExitCode
 from jaxpar.runtime.output import tell
 
 ENDED, GOES_ON, BARRIER = "jaxpar/ended", "jaxpar/goes on", "jaxpar: leave"
@@ -134,19 +134,36 @@ def tell_that_this_goes_on() -> None:
     time.sleep(SECONDS_OF_GRACE)
 
 
-def go_on_without(told: str, end: Callable[[int], None] = os._exit) -> None:
+def code_without(ended: Mapping[str, Any] | None) -> int:
+    """Returns the exit code of a process that cannot go on without one that has ended.
+
+    It is a code after which the run must not start again, if the other one ended with such: SLURM reports one code for all.
+    """
+    code = 0 if ended is None else ended["code"]
+    return code if code in FINAL_CODES else int(ExitCode.PEER_LOST)
+
+
+def remedy_without(ended: Mapping[str, Any] | None) -> str:
+    """Returns what to do about a process that has ended."""
+    return "Its own message says why." if ended is not None and ended["code"] else REMEDY
+
+
+def go_on_without(
+    told: str, end: Callable[[int], None] = os._exit, ended: Mapping[str, Any] | None = None
+) -> None:
     """Ends this process, which another one has left; first the other one is told, so that it can name itself.
 
     Args:
         told: What the other one did.
         end: Ends the process.
+        ended: Of one that has ended, what it told.
     """
     tell_that_this_goes_on()
     me = named(coordination().process_id)
     tell(
-        f"error: another process of the run is gone: {told}, and {me} cannot go on without it. {REMEDY}"
+        f"error: another process of the run is gone: {told}, and {me} cannot go on without it. {remedy_without(ended)}"
     )
-    end_now(int(ExitCode.PEER_LOST), end)
+    end_now(code_without(ended), end)
 
 
 def end_now(code: int, end: Callable[[int], None] = os._exit) -> None:
