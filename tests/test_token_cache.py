@@ -224,12 +224,17 @@ def test_special_tokens_in_texts_are_told_and_kinds_for_which_there_is_no_room_a
     assert remarks[8] == f"1 of 3 examples have {further}, the first in {text}"
 
 
-def test_messages_that_the_template_leaves_out_and_weights_without_effect_are_told(tmp_path):
+@pytest.mark.parametrize(
+    "system", ["be brief", "is 7"], ids=["of its own", "which an answer quotes"]
+)
+def test_messages_that_the_template_leaves_out_and_weights_without_effect_are_told(
+    tmp_path, system
+):
     template = CHATML.replace(
         "{% for message in messages %}", "{% for message in messages if message.role != 'system' %}"
     )
     tokenizer = read_tokenizer(write_tokenizer(tmp_path / "model", template=template))
-    roles = {"system": "be brief", "user": " a\n", "assistant": "b"}
+    roles = {"system": system, "user": " a\n", "assistant": "it is 7"}
     turns = [{"role": role, "content": text, "weight": 1} for role, text in roles.items()]
     file = write_lines(tmp_path / "a.jsonl", {"messages": turns}, said("c", content="d"))
     assert tokenise([file], tokenizer, tmp_path / "cache").remarks == (

@@ -192,8 +192,19 @@ def _odd(message: Mapping[str, Any], *, takes_calls: bool) -> Iterator[str]:
 
 
 def roles_left_out(messages: Sequence[Mapping[str, Any]], text: str) -> list[str]:
-    """Returns the roles of messages that a conversation's text does not have as they are, but for spaces around them."""
-    return [message["role"] for message in messages if message["content"].strip() not in text]
+    """Returns the roles of messages that a conversation's text does not have as they are, but for spaces around them.
+
+    Each message needs a place of its own, which the longest ones take first: an answer may quote another message. Templates
+    order messages in their own way.
+    """
+    contents = [message["content"].strip() for message in messages]
+    left_out = set()
+    for at in sorted(range(len(contents)), key=lambda at: -len(contents[at])):
+        if contents[at] not in text:
+            left_out.add(at)
+        elif contents[at]:
+            text = text.replace(contents[at], "\0", 1)
+    return [message["role"] for at, message in enumerate(messages) if at in left_out]
 
 
 def _left_out(messages: Sequence[Mapping[str, Any]], text: str) -> set[str]:

@@ -4,8 +4,8 @@
     a file or a folder      its bytes; a folder is split into train and test by file, a file by its length
     a .bin, or a folder     uint16 tokens of nanoGPT, or tokens of llm.c after its header; memory-mapped, never read at once
 
-Tokens are split into windows of ``seq`` tokens and their targets. Windows do not overlap, so an epoch has every token once. The
-batch of a step depends on seed and step only.
+Tokens are split into windows of ``seq`` tokens and their targets. Windows do not overlap, so an epoch has every token once, but
+those at the end of each part that fill no window. The batch of a step depends on seed and step only.
 
 Tokenizers of published models are read by ``jaxpar.huggingface.read_tokenizer``; ``train_tokenizer`` makes one.
 """
@@ -308,8 +308,13 @@ class Windows(RowSource):
         return checksum(self._parts)
 
     def describe(self) -> str:
-        """Returns how many rows there are, and where a document goes on that is longer than one."""
-        return f"{len(self):,} rows of {self._seq:,} tokens, one after another: a document that a row cuts goes on in the next"
+        """Returns how many rows there are, where a document goes on that is longer than one, and what fills no row."""
+        told = f"{len(self):,} rows of {self._seq:,} tokens, one after another: a document that a row cuts goes on in the next"
+        in_rows = sum(rows * self._seq + 1 for rows in np.diff(self._starts).tolist() if rows)
+        left = sum(map(len, self._parts)) - in_rows
+        return told + f"; {left:,} tokens at the ends of files, too few for a row, are left out" * (
+            left > 0
+        )
 
 
 def unigram_entropy(parts: Sequence[np.ndarray], *, max_tokens: int = 10_000_000) -> float:
