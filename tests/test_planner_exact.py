@@ -193,6 +193,21 @@ def test_bytes_at_rest_and_traffic_are_the_compiled_steps(
 
 @pytest.mark.full
 @pytest.mark.parametrize(
+    "run", [("long", 1, 4, 2, "1f1b", 8, 0, False), ("own", 4, 2, 1, "1f1b", 8, 0, False)]
+)
+def test_idle_stages_that_are_masked_send_no_more_than_the_page_says(run):
+    model, choice = draw(*run)
+    planned = bytes_by_axis(step_traffic(choice, *predicted(model, choice)))
+    mesh = jaxpar.make_mesh(**choice.sizes)
+    _, report = compile_choice(shape_of(model), choice, mesh, OPTIMIZER, ROWS, mask_idle_ops=True)
+    moved = {"+".join(axes): n for axes, n in report.bytes_by_axes().items()}
+    assert moved.get("data", 0) == planned["data"]
+    assert 1 < moved["stage"] / planned["stage"] <= 2.1, report.render()
+    assert planned["tensor"] <= moved.get("tensor", 0) <= 1.3 * planned["tensor"], report.render()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
     ("stage", "exchange", "products"),
     [
         (1, "all_to_all", "ragged"),

@@ -70,7 +70,8 @@ class Plan:
     Attributes:
         choice: Mesh axes and settings.
         bytes_per_device: Bytes by kind.
-        bytes_moved: Bytes that a device sends in a step, by axis.
+        bytes_moved: Bytes that a device sends in a step, by axis, in ops that the schedule needs; with ``mask_idle_ops``, as on
+            GPUs, idle stages send more over ``stage`` and ``tensor``, and those that share the head its input and gradient.
         time: Time of a step with ``executor="spmd"``, in lock-step.
         ideal_time: Time of a step with free-running stages, as with ``executor="mpmd"`` and in other frameworks.
         is_ideal: Whether plans are ranked by ``ideal_time``.
