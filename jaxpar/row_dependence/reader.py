@@ -37,6 +37,7 @@ from jaxpar.row_dependence.rules import (
 from jaxpar.row_dependence.values import (
     NONE,
     NOT_KNOWN,
+    OF_DEVICES,
     OTHER_PROGRAM,
     ZERO,
     Kind,
@@ -184,7 +185,7 @@ class Reader:
         except Exception:  # no rule, or a form of an operation that its rule does not know
             return [op.unknown(given, op.told(NOT_KNOWN), at) for at in outputs]
         made = made if isinstance(made, list) else [made for _ in outputs]
-        return _as_doubtful(given, placed(op, given, made))
+        return _as_doubtful(op, given, placed(op, given, made))
 
     # Calls and branches -----------------------------------------------------------------------
 
@@ -445,12 +446,21 @@ def _stacked_over_trips(
     )
 
 
-def _as_doubtful(given: Values, made: Results) -> Results:
-    """Returns results with the doubt about what all devices share, such as what they joined in another order."""
-    why = first_why(given)
-    if not why or not all(value.is_free for value in given):
+def _as_doubtful(op: Operation, given: Values, made: Results) -> Results:
+    """Returns results with what is in doubt about values that all devices share.
+
+    That is what they joined in another order, and what does not grow as the number of devices does: ``tanh`` of a sum over
+    devices of a mean of each.
+    """
+    if not all(value.is_free for value in given):
         return made
-    return [replace(value, why=value.why or why) for value in made]
+    grows = bool(op.axis) and any(value.growth not in (1, None) for value in given)
+    results = []
+    for at, value in enumerate(made):
+        is_lost = grows and value.growth is None and op.is_float(at)
+        why = first_why(given) or (op.told(OF_DEVICES) if is_lost else NONE)
+        results.append(replace(value, why=value.why or why) if why else value)
+    return results
 
 
 def _computed(op: Operation, given: Values) -> Value:

@@ -13,6 +13,7 @@ BY_PART = "it depends on the place of a head, or whatever devices exchange, in t
 TORN = "it adds up some dims of rows"
 OTHER_PROGRAM = "another program for another number of rows"
 NOT_KNOWN = "it is not known"
+OF_DEVICES = "it depends on the number of devices"
 TAKEN = "it takes some rows"
 MOVED = "it moves rows"
 MOVED_APART = "it moves rows apart"
