@@ -1001,6 +1001,66 @@ def test_a_model_that_takes_no_other_number_of_devices_is_told_that_it_was_not_r
         check_positions(model, OF_TOKENS, GATHERED, SEQUENCES, abstract_mesh(context=2))
 
 
+counted = lambda h: jnp.sin(jnp.arange(h.shape[1]))[None, :, None]
+SENT = {
+    "gathered beside its place": (
+        lambda h: gather_sequence(h + counted(h)).mean(1, keepdims=True),
+        "it depends on the place of a position in its device",
+    ),
+    "places gathered": (
+        lambda h: gather_sequence(counted(h)).mean(1, keepdims=True),
+        "it joins what depends on the place of a position in its device",
+    ),
+    "the largest beside its place": (
+        lambda h: max_over_sequence((h * counted(h)).max(1, keepdims=True)),
+        "it depends on the place of a position in its device",
+    ),
+    "the largest of means": (
+        lambda h: max_over_sequence(h.mean(1, keepdims=True)),
+        "it takes the largest of what each device has added up",
+    ),
+    "gathered twice": (
+        lambda h: gather_sequence(gather_sequence(h)).mean(1, keepdims=True),
+        "it joins what is the same on all devices",
+    ),
+    "gathered along another dim": (
+        lambda h: gather_sequence(h[None]).mean(1),
+        "it joins the positions of all devices, and others of each",
+    ),
+    "exchanged beside its place": (
+        lambda h: heads_to_sequence(
+            jnp.cumsum(sequence_to_heads((h + counted(h))[..., None]), axis=1)
+        )[..., 0],
+        "it depends on the place of a position in its device",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_what_depends_on_the_device_and_is_sent_to_all_is_told(name):
+    """Such a value is the same on all devices, and another one than on one device."""
+    change, message = SENT[name]
+    model = gathering(change=lambda h: h + change(h))
+    with pytest.warns(UserWarning, match=f"which a device has: layer: {message}"):
+        check_positions(model, OF_TOKENS, GATHERED, SEQUENCES, abstract_mesh(context=2))
+
+
+@pytest.mark.parametrize("is_divided", [True, False], ids=["a mean", "a sum of means"])
+def test_a_pooled_mean_that_is_not_divided_by_the_number_of_devices_is_told(is_divided):
+    model = gathering()
+    mean = lambda h: sum_over_sequence(h.mean(1)) / (num_parts() if is_divided else 1)
+    pooled = jaxpar.LayeredModel(
+        model.embed, model.layer, lambda outer, h: jnp.tanh(mean(h)) @ outer["table"].T
+    )
+    loss = lambda o, b: (
+        -jnp.sum(jax.nn.log_softmax(o)[:, 0]) / num_parts(),
+        jnp.float32(len(o)) / num_parts(),
+    )
+    told = pytest.warns(UserWarning, match="head: it depends on the number of devices")
+    with contextlib.nullcontext() if is_divided else told:
+        check_positions(pooled, loss, GATHERED, SEQUENCES, abstract_mesh(context=2))
+
+
 @pytest.mark.parametrize(
     ("term", "message"),
     [

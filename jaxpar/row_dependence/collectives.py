@@ -60,6 +60,9 @@ def _largest_of_devices(op: Operation, value: Value, at: int) -> Value:
         return _without_places(op, value)
     if value.is_bound:
         return Value()
+    if value.kind is Kind.SUM:
+        why = value.why or op.told("it takes the largest of what each device has added up")
+        return replace(_NOT_KNOWN, why=why)
     return _of_all_devices(op, value, at)
 
 
@@ -89,10 +92,15 @@ def gathered(op: Operation, given: Values) -> Value:
     (value,) = given
     if not op.joins_rows:
         return op.unknown(given, op.told(NOT_KNOWN))
+    if value.is_free:
+        is_same = not op.varying_out()
+        why = NONE if is_same else op.told("it joins what is the same on all devices")
+        return _without_places(op, replace(value, why=value.why or why))
     if value.kind is not Kind.ROWS:
-        return _without_places(op, value) if value.is_free else _joined(op, value)
+        return _joined(op, value)
     few, many = map(math.prod, op.out_shapes())
-    if few != many:  # all rows are as many for any number of devices
+    is_of_rows = op.params["all_gather_dimension"] in value.rows.dims
+    if few != many or not is_of_rows:  # all rows are as many for any number of devices
         why = value.why or op.told("it joins the rows of all devices, and others of each")
         return op.unknown(given, why)
     return _in_order_of_devices(op, value)

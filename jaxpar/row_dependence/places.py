@@ -46,7 +46,8 @@ def placed(op: Operation, given: Values, made: Sequence[Value]) -> list[Value]:
     for at, value in enumerate(made):
         differs = differing & set(op.varying_out(at))
         is_new = value.is_free and not value.place
-        by_place = replace(value, growth=1.0, place=Place.OTHER)
+        growth = 1.0 if value.growth is None else value.growth
+        by_place = replace(value, growth=growth, place=Place.OTHER)
         results.append(by_place if differs and is_new else value)
     return results
 

@@ -452,14 +452,14 @@ def _as_doubtful(op: Operation, given: Values, made: Results) -> Results:
     That is what they joined in another order, and what does not grow as the number of devices does: ``tanh`` of a sum over
     devices of a mean of each.
     """
-    if not all(value.is_free for value in given):
-        return made
-    grows = bool(op.axis) and any(value.growth not in (1, None) for value in given)
+    are_shared = all(value.is_free for value in given)
+    why = first_why(given) if are_shared else NONE
+    grows = bool(op.axis) and any(v.is_free and v.growth not in (1, None) for v in given)
     results = []
     for at, value in enumerate(made):
         is_lost = grows and value.growth is None and op.is_float(at)
-        why = first_why(given) or (op.told(OF_DEVICES) if is_lost else NONE)
-        results.append(replace(value, why=value.why or why) if why else value)
+        told = why or (op.told(OF_DEVICES) if is_lost else NONE)
+        results.append(replace(value, why=value.why or told) if told else value)
     return results
 
 
