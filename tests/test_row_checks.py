@@ -588,6 +588,10 @@ def test_what_is_not_known_is_taken_with_one_warning_that_names_the_line():
     [
         (lambda o, b: jnp.sum(o[b["part"][0]]), "reads one row|moves rows|not known"),
         (lambda o, b: jnp.sum(o) + 1e-6, "a small number is added"),
+        (
+            lambda o, b: jnp.sum(jnp.where(len(o) > 8, o**2, o)),
+            "which case is chosen depends on the number of rows",
+        ),
     ],
 )
 def test_a_loss_that_may_be_wrong_is_taken_with_a_warning(term, message):
@@ -1026,6 +1030,10 @@ SENT = {
     "gathered along another dim": (
         lambda h: gather_sequence(h[None]).mean(1),
         "it joins the positions of all devices, and others of each",
+    ),
+    "the largest of others, exchanged": (
+        lambda h: heads_to_sequence(sequence_to_heads(max_over_sequence(h)[..., None]))[..., 0],
+        "it joins over the devices what mixes the positions of each",
     ),
     "exchanged beside its place": (
         lambda h: heads_to_sequence(

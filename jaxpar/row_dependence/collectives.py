@@ -118,9 +118,11 @@ def exchanged(op: Operation, given: Values) -> Value:
         return op.unknown(given, op.told(NOT_KNOWN))
     if value.kind is Kind.ROWS:
         return _in_order_of_devices(op, value)
+    if not value.is_free:
+        return _joined(op, value)
     dims = op.varying_out()
-    if not value.is_free or len(dims) != 1:
-        return _NOT_KNOWN
+    if len(dims) != 1:
+        return replace(_NOT_KNOWN, why=value.why)
     shape, *_ = op.out_shapes()
     span = span_of_shape(shape, dims, op.rows)
     why = op.told(BY_PART) if value.place else NONE

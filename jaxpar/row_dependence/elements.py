@@ -201,6 +201,9 @@ def chosen(op: Operation, given: Values, at: int = 0) -> Value:
         values = [_at_most_unknown(v) for v in given]
         return op.unknown(values, why, at)
     made = joined(op, cases, at)
+    if condition.is_free and condition.growth != 1 and op.is_float(at):
+        why = op.told("which case is chosen depends on the number of rows")
+        return replace(made, why=made.why or why)
     if condition.is_free:
         return _by_place(op, made, given) if condition.place else made
     if condition.kind is Kind.ROWS and made.is_running:

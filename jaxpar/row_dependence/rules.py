@@ -133,4 +133,10 @@ OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "ceil": np.ceil,
     "rsqrt": lambda x: x**-0.5,
     "convert_element_type": np.asarray,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
 }
