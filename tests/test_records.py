@@ -12,7 +12,14 @@ import jaxpar
 from jaxpar.data import records
 from jaxpar.data.corpus import tokenise
 from jaxpar.data.packing import IGNORED, PackedRows
-from jaxpar.data.records import RecordRows, Records, holds_tokens, open_records, write_rows
+from jaxpar.data.records import (
+    RecordRows,
+    Records,
+    holds_tokens,
+    open_records,
+    tokens_of,
+    write_rows,
+)
 from jaxpar.data.text import ByteTokenizer
 from tests.support import own_rows
 from tests.support.texts import make_documents
@@ -145,9 +152,31 @@ def test_labels_and_documents_are_optional_and_no_target_crosses_a_document():
     assert rows["segments"].tolist() == [[0, 0, 3, 3], [0, 0, 0, 4], [0, 0, 1, 4]]
 
 
+def test_padding_that_a_mask_names_is_left_out_before_and_after_the_tokens():
+    source = [
+        {"input_ids": [1, 2, 3, 0, 0, 0, 0], "attention_mask": [1, 1, 1, 0, 0, 0, 0]},
+        {"input_ids": [0, 0, 1, 2, 3], "attention_mask": np.array([0, 0, 1, 1, 1], bool)},
+        {"input_ids": [0, 1, 2], "labels": [-100, 1, 2], "attention_mask": [0, 1, 1]},
+        {"input_ids": [1, 2, 3], "attention_mask": None},
+    ]
+    rows = RecordRows(source, 4, vocab_size=VOCAB).take(np.arange(4))
+    one, short = [2, 3, IGNORED, IGNORED], [2, IGNORED, IGNORED, IGNORED]
+    assert rows["targets"].tolist() == [one, one, short, one]
+    assert rows["tokens"][:2].tolist() == [[1, 2, 0, 0]] * 2
+    assert [tokens_of(source, number).tolist() for number in (1, 2)] == [[1, 2, 3], [1, 2]]
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
+        *(
+            (
+                {"input_ids": [1, 2, 3], "attention_mask": mask},
+                r'"attention_mask" of a record must have a number for each of its 3 input_ids: .* It is record 2',
+            )
+            for mask in ([1, 1], [1, 0, 1], [1, 1, 2])
+        ),
+        ({"input_ids": [1, 2], "attention_mask": [0, 0]}, "must have from 2 to 9 input_ids"),
         (
             {"text": "a"},
             r'must have "input_ids", a list of integers; got another. .* It is record 2',

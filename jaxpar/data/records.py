@@ -6,6 +6,7 @@ A record is a row, with these fields:
     labels         optional: the tokens to learn, -100 elsewhere; by default all
     targets        instead of labels: the token to predict at each position, -100 where there is none, as ``write_rows`` writes
     segment_ids    optional: the document of each token; by default one
+    attention_mask optional: 0 for padding before or after the tokens, which is left out; by default there is none
 
 In ArrayRecord a record is a JSON object, in Parquet a row of lists of integers. ArrayRecord is read through Grain's random
 access (``grain.sources``). Of a Parquet file the row group of a row is read, so groups should be small (``write_rows``). A
@@ -39,7 +40,7 @@ from jaxpar.runtime.output import printable
 NUM_CHECKED = 64  # records that are read before a run begins
 ROW_GROUP = 64  # rows of a group that write_rows writes
 GROUPS_KEPT = 64  # row groups that stay decoded
-COLUMNS = ("input_ids", "labels", "targets", "segment_ids")
+COLUMNS = ("input_ids", "labels", "targets", "segment_ids", "attention_mask")
 WRITTEN = ("input_ids", "targets", "segment_ids")
 
 
@@ -120,6 +121,9 @@ class RecordRows(RowSource):
         defaults = {"labels": record["input_ids"], "segment_ids": [0] * len(record["input_ids"])}
         names = ("input_ids", last, "segment_ids")
         columns = [_integers(record.get(name, defaults.get(name)), name) for name in names]
+        if len({len(column) for column in columns}) == 1:
+            tokens = _tokens_alone(record, len(columns[0]))
+            columns = [column[tokens] for column in columns]
         least, most = (1, self._seq) if last == "targets" else (2, self._seq + 1)
         if not least <= len(columns[0]) <= most or len({len(column) for column in columns}) > 1:
             raise ValueError(
@@ -153,7 +157,8 @@ def tokens_of(records: RandomAccess, number: int) -> np.ndarray:
     record = records[number]
     try:
         check_has_tokens(record)
-        return _integers(record["input_ids"], "input_ids")
+        tokens = _integers(record["input_ids"], "input_ids")
+        return tokens[_tokens_alone(record, len(tokens))]
     except ValueError as error:
         raise ValueError(f"{error} {place_text(records, number)}") from error
 
@@ -183,6 +188,25 @@ def _integers(values: Any, name: str) -> np.ndarray:
             f'"{name}" of a record must be a list of integers; got {found.dtype} of shape {found.shape}. Write it again.'
         )
     return found.astype(np.int64)
+
+
+def _tokens_alone(record: Mapping[str, Any], length: int) -> slice:
+    """Returns the tokens of a record without the padding that its ``attention_mask`` names.
+
+    Raises:
+        ValueError: The mask has another length, or other numbers than 0 and 1, or parts the tokens.
+    """
+    if record.get("attention_mask") is None:
+        return slice(length)
+    mask = _integers(1 * np.asarray(record["attention_mask"]), "attention_mask")  # or bools
+    places = np.flatnonzero(mask)
+    first, end = (places[0], places[-1] + 1) if len(places) else (0, 0)
+    if len(mask) != length or not (mask[first:end] == 1).all():
+        raise ValueError(
+            f'"attention_mask" of a record must have a number for each of its {length} input_ids: 1 for tokens, 0 for padding '
+            f"before or after them; got {printable(str(mask.tolist()))[:80]}. Write it again."
+        )
+    return slice(first, end)
 
 
 def holds_tokens(file: Path) -> bool:
