@@ -4,12 +4,13 @@ import csv
 import json
 import re
 
+import numpy as np
 import pytest
 
 from jaxpar.data import json_text
-from jaxpar.data.examples import check_examples, check_messages
+from jaxpar.data.examples import Examples, check_examples, check_messages
 from jaxpar.data.readers import as_learned, is_records, read_records
-from jaxpar.data.text import ByteTokenizer
+from jaxpar.data.text import ByteTokenizer, load_text
 from tests.support.texts import WordTokenizer, documents_of, write_lines
 
 ALPACA = [
@@ -213,6 +214,19 @@ def test_a_byte_order_mark_at_the_beginning_is_no_part_of_the_first_example(tmp_
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / name).write_text(text, encoding="utf-8")
     assert list(read_records(tmp_path / name)) == list(read_records(tmp_path / "plain" / name))
+
+
+def test_a_byte_order_mark_at_the_beginning_of_a_text_is_not_learned(tmp_path):
+    texts = []
+    for encoding in ("utf-8-sig", "utf-8"):
+        file = tmp_path / encoding / "a.txt"
+        file.parent.mkdir()
+        file.write_text("a bird \ufeff sings\n" * 20, encoding=encoding)
+        passages = [passage.text for passage in Examples([file], ByteTokenizer()).passages()]
+        read = load_text(file)
+        texts.append((passages, np.concatenate([*read.train, *read.test]).tobytes()))
+    assert texts[0] == texts[1]
+    assert texts[0][1].decode().count("\ufeff") == 20, "one within a text is a character"
 
 
 def test_json_of_other_things_in_a_folder_of_text_stays_text(tmp_path):

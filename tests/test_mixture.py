@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import jaxpar
 from jaxpar.data import batches
-from jaxpar.data.batches import SAMPLES_PER_BLOCK, Mixture, Origin, RowSource, permuted
+from jaxpar.data.batches import SAMPLES_PER_BLOCK, EachOnce, Mixture, Origin, RowSource, permuted
 
 
 class Numbers(RowSource):
@@ -60,6 +60,24 @@ def test_each_source_has_its_rows_once_an_epoch_and_in_another_order_in_each():
         epochs = own[: len(own) // count * count].reshape(-1, count)
         assert (np.sort(epochs, axis=1) == np.arange(count)).all()
         assert len(np.unique(epochs[:20], axis=0)) > 10
+
+
+@pytest.mark.parametrize("weights", [None, [3, 1, 0.5], [1, 1, 1000]])
+def test_rows_held_out_of_several_sources_are_each_read_once(weights):
+    counts = (30, 7, 20)
+    held_out = EachOnce(Mixture([Numbers(*each) for each in enumerate(counts)], weights))
+    rows = np.concatenate([held_out.batch(8, seed=0, step=step)["tokens"] for step in range(8)])
+    every = [[source, row] for source, count in enumerate(counts) for row in range(count)]
+    real = rows[: sum(counts)]
+    assert sorted(real.tolist()) == every, "the last batch has one row, and padding"
+    again = [held_out.batch(19, seed=0, step=step)["tokens"] for step in range(3)]
+    np.testing.assert_array_equal(np.concatenate(again), real, "whatever the size of a batch")
+
+
+def test_the_first_rows_held_out_have_the_shares_of_the_sources():
+    held_out = EachOnce(Mixture([Numbers(0, 900), Numbers(1, 900)], [3, 1]))
+    first = held_out.rows(800, seed=0, step=0)
+    assert np.bincount(first[:, 0]) == pytest.approx([600, 200], abs=30)
 
 
 def test_without_weights_shares_are_those_of_the_rows():

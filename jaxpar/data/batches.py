@@ -341,6 +341,19 @@ class Mixture(RowSource):
             found.append(self._of_block(block, own, seed))
         return np.concatenate(found)
 
+    def first_draws(self, count: int, seed: int) -> np.ndarray:
+        """Returns the first ``count`` rows of all, each once, in the order in which they are drawn first: ``[count, 2]``."""
+        lengths = np.array([len(source) for source in self.sources])
+        found, block = np.empty((0, 2), np.int64), 0
+        while len(found) < count:
+            samples = np.arange(SAMPLES_PER_BLOCK) + block * SAMPLES_PER_BLOCK
+            rows = self._of_block(block, samples, seed)
+            of = rows[:, 0]
+            before = block * self._counts[of] + _num_equal_before(of)
+            found = np.concatenate([found, rows[before < lengths[of]]])
+            block += 1
+        return found[:count]
+
     def samples_before(self, batch_size: int, step: int, origin: Origin = BEGINNING) -> int:
         """Returns the position in the data: all batches are full."""
         return origin.samples + (step - origin.step) * batch_size
@@ -385,6 +398,48 @@ class Mixture(RowSource):
         """Raises ValueError if a source's check does."""
         for source in self.sources:
             source.check()
+
+
+class EachOnce(RowSource):
+    """The rows of a mixture, each once an epoch, for an evaluation: in the order in which the mixture draws them first.
+
+    Until a source has run out of rows, the shares are those of the mixture.
+    """
+
+    def __init__(self, mixture: Mixture) -> None:
+        self._mixture, self.max_documents = mixture, mixture.max_documents
+
+    def __len__(self) -> int:
+        return len(self._mixture)
+
+    def rows(
+        self, batch_size: int, *, seed: int, step: int, origin: Origin = BEGINNING
+    ) -> np.ndarray:
+        """Returns ``[rows, 2]``, as the mixture does; the order is the same in each epoch."""
+        start = self.samples_before(batch_size, step, origin) % len(self)
+        end = min(start + batch_size, len(self))
+        return self._mixture.first_draws(end, seed)[start:]
+
+    def take(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the columns of rows, each a pair of a source and a row in it."""
+        return self._mixture.take(rows)
+
+    def checksum(self) -> str:
+        """Returns the checksums of the sources."""
+        return self._mixture.checksum()
+
+    def check(self) -> None:
+        """Raises ValueError if a source's check does."""
+        self._mixture.check()
+
+
+def _num_equal_before(values: np.ndarray) -> np.ndarray:
+    """Returns of each value how many before it are equal."""
+    found = np.empty(len(values), np.int64)
+    for value in np.unique(values):
+        is_own = values == value
+        found[is_own] = np.arange(np.count_nonzero(is_own))
+    return found
 
 
 def _in_epochs(draws: np.ndarray, num_rows: int, seed: int, number: int) -> np.ndarray:

@@ -266,7 +266,7 @@ def _read_text(file: Path, number: int) -> Iterator[Passage]:
             f"text must come from a plain file; got {printable(str(file))}, a device or a pipe. Copy it to a file first."
         )
     _check_is_text(file)
-    decoder, text, begins = codecs.getincrementaldecoder("utf-8")(), "", True
+    decoder, text, begins = codecs.getincrementaldecoder("utf-8-sig")(), "", True
     remedy = "Convert the file, or remove it from the folder."
     with file.open("rb") as opened:
         while True:

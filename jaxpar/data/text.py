@@ -10,6 +10,7 @@ those at the end of each part that fill no window. The batch of a step depends o
 Tokenizers of published models are read by ``jaxpar.huggingface.read_tokenizer``; ``train_tokenizer`` makes one.
 """
 
+import codecs
 import math
 import os
 import re
@@ -189,7 +190,7 @@ def _read_bytes(path: Path) -> np.ndarray:
                     f"text must have no zero bytes; got some in {path}. Name a file or a folder of text alone, or a .bin of "
                     "tokens."
                 )
-    return np.frombuffer(path.read_bytes(), np.uint8)
+    return np.frombuffer(path.read_bytes().removeprefix(codecs.BOM_UTF8), np.uint8)
 
 
 def _cut(tokens: np.ndarray, test_fraction: float, source: str, *, is_bytes: bool) -> Text:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxpar.data.batches import Mixture, RowSource
+from jaxpar.data.batches import EachOnce, Mixture, RowSource
 from jaxpar.data.corpus import Corpus, default_cache, load_corpus
 from jaxpar.data.examples import check_examples
 from jaxpar.data.packing import PackedRows, fit
@@ -307,6 +307,7 @@ def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource,
         return rows[0][0], rows[0][1]
     trains, tests, _ = zip(*rows, strict=True)
     train, test = (Mixture(each, flags.data_weights or None) for each in (trains, tests))
+    test = EachOnce(test)
     shares = ", ".join(
         f"{path} {share:.1%}" for path, share in zip(flags.data, train.shares, strict=True)
     )
