@@ -408,6 +408,7 @@ class EachOnce(RowSource):
 
     def __init__(self, mixture: Mixture) -> None:
         self._mixture, self.max_documents = mixture, mixture.max_documents
+        self._drawn: dict[int, np.ndarray] = {}  # the first rows, by seed
 
     def __len__(self) -> int:
         return len(self._mixture)
@@ -418,7 +419,9 @@ class EachOnce(RowSource):
         """Returns ``[rows, 2]``, as the mixture does; the order is the same in each epoch."""
         start = self.samples_before(batch_size, step, origin) % len(self)
         end = min(start + batch_size, len(self))
-        return self._mixture.first_draws(end, seed)[start:]
+        if len(self._drawn.get(seed, ())) < end:
+            self._drawn[seed] = self._mixture.first_draws(min(2 * end, len(self)), seed)
+        return self._drawn[seed][start:end]
 
     def take(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the columns of rows, each a pair of a source and a row in it."""
