@@ -345,7 +345,10 @@ def make_pipeline(config: Config, mesh: Mesh, num_rows: int) -> Schedule:
 def remark_on_positions(config: Config, shape: transformer.TransformerConfig) -> str:
     """Returns what to say where rows are longer than the sequences that the model in --init-from was made for; else ""."""
     folder = config.recipe.init_from
-    return "" if folder is None else beyond_positions(shape, config.data.seq, folder, "--seq")
+    told = "" if folder is None else beyond_positions(shape, config.data.seq, folder, "--seq")
+    return (
+        told and f"{told}. A saved model keeps that number: raise it there to serve longer prompts"
+    )
 
 
 def remark_on_rows_held_out(config: Config, saved: Mapping[str, Any]) -> str:

@@ -252,7 +252,8 @@ def test_rows_longer_than_the_positions_of_a_model_are_told():
     of = lambda seq: gpt.remark_on_positions(gpt.Config.of(init_from=LLAMA, seq=seq), shape)
     most = shape.max_positions
     assert of(most + 1) == (
-        f"--seq {most + 1} is longer than the {most} positions that {LLAMA} was trained for (max_position_embeddings)"
+        f"--seq {most + 1} is longer than the {most} positions that {LLAMA} was trained for (max_position_embeddings). "
+        "A saved model keeps that number: raise it there to serve longer prompts"
     )
     assert of(most) == ""
     assert gpt.remark_on_positions(gpt.Config.of(seq=most + 1), shape) == "", (
