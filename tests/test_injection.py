@@ -126,7 +126,7 @@ def test_any_other_word_of_a_command_comes_through_whole_by_shell_and_yaml():
         words = ["".join(rng.choices(letters, k=rng.randrange(12))) for _ in range(3)]
         job = Job(**JOB | {"command": ("run", *words)})
         (line,) = [line for line in to_sbatch(job).splitlines() if line.startswith("srun ")]
-        assert shlex.split(line)[2:] == ["run", *words]
+        assert shlex.split(line)[3:] == ["run", *words]
         (manifest,) = yaml.safe_load_all(to_yaml(to_jobset(job)))
         (container,) = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"][
             "spec"

@@ -39,8 +39,8 @@ def summed(op: Operation, given: Values) -> list[Value]:
 
 
 def _sum_of_devices(op: Operation, value: Value, at: int) -> Value:
-    if value.kind is Kind.SUM:
-        return Value(growth=value.growth, why=value.why, assumed=value.assumed)
+    if value.kind is Kind.SUM:  # what one device subtracts does not cancel in a sum over devices
+        return Value(growth=value.growth, why=value.why or value.assumed)
     if value.is_free:
         growth = product_of_growths(value.growth, 1 / op.ratio)
         return Value(growth=growth, why=_without_places(op, value).why)
@@ -108,7 +108,7 @@ def gathered(op: Operation, given: Values) -> Value:
 
 def _in_order_of_devices(op: Operation, value: Value) -> Value:
     why = NONE if op.is_of_library else op.told("it joins rows in the order of the devices")
-    return Value(growth=value.growth, why=value.why or why)
+    return Value(growth=value.growth, why=value.why or value.assumed or why)
 
 
 def exchanged(op: Operation, given: Values) -> Value:

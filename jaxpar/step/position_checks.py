@@ -89,9 +89,14 @@ def check_positions(
     )
     if found is None:
         return
-    loss_sum, weight_sum, *_ = found.sums
     _refuse_parts(found)
     _warn(found)
+    _refuse_sums(found)
+
+
+def _refuse_sums(found: Found) -> None:
+    """Raises if the loss returns other than sums over positions."""
+    loss_sum, weight_sum, *sums = found.sums
     is_wrong = any(value.kind in NO_SUMS for value in (loss_sum, weight_sum))
     if is_wrong or found.disagree(loss_sum, weight_sum):
         loss_is, weight_is = (
@@ -103,6 +108,17 @@ def check_positions(
             "of positions, and jnp.sum of their weights or their number; divide what is the same on all devices, such as the "
             "loss of a row, by jaxpar.context_parallel.num_parts()."
         )
+    for name, each in zip(found.names[2:], sums, strict=True):
+        if each.kind in NO_SUMS or found.disagree(each, weight_sum):
+            this, weight_is = (
+                _of_positions(found.described(value)) for value in (each, weight_sum)
+            )
+            raise ValueError(
+                "each sum of a loss must be one over the positions that the loss is given, since it is added over the devices "
+                f"that share a sequence, and divided by weight_sum; got {name!r}, {this}, and weight_sum, {weight_is}. Return "
+                "jnp.sum of it over the positions; divide what is the same on all devices, such as a number of rows, by "
+                "jaxpar.context_parallel.num_parts()."
+            )
 
 
 def _warn(found: Found) -> None:
