@@ -17,7 +17,15 @@ from jaxpar.__main__ import main
 from jaxpar.commands import recipe as cli
 from jaxpar.runtime.chatter import Quiet, without_chatter
 from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.runtime.launch import Gang, Launch, explain, forwarded_signals, free_port, run
+from jaxpar.runtime.launch import (
+    Gang,
+    Launch,
+    explain,
+    forwarded_signals,
+    free_port,
+    only_launch_in,
+    run,
+)
 from tests.support.oracle import assert_same
 from tests.support.plain_recipe import make_plain
 from tests.support.real_runs import PLAIN
@@ -392,6 +400,16 @@ if jax.process_index() == 1:
     raise RuntimeError("out of luck")
 jax.experimental.multihost_utils.sync_global_devices("never")
 """
+
+
+def test_a_second_launch_does_not_write_over_the_logs_of_one_that_runs(tmp_path, capsys):
+    command = ["launch", "-n", "1", "--log-dir", str(tmp_path), "true"]
+    with only_launch_in(tmp_path):
+        assert main(command) == 2
+        told = "a folder has the logs of one launch at a time; got --log-dir"
+        assert told in capsys.readouterr().err
+        assert not (tmp_path / "0.log").exists()
+    assert main(command) == 0, "after it has ended"
 
 
 @pytest.fixture(scope="module")

@@ -1069,6 +1069,48 @@ def test_a_pooled_mean_that_is_not_divided_by_the_number_of_devices_is_told(is_d
         check_positions(pooled, loss, GATHERED, SEQUENCES, abstract_mesh(context=2))
 
 
+@pytest.mark.parametrize("is_of_all", [True, False], ids=["of the sequence", "of a device"])
+def test_a_maximum_of_one_device_that_sums_over_devices_do_not_cancel_is_told(is_of_all):
+    """Of a softmax over the sequence: the sums of devices that take off other maxima do not belong together."""
+
+    def head(outer, h):
+        own = h.max(1, keepdims=True)
+        weights = jnp.exp(h - jax.lax.stop_gradient(max_over_sequence(own) if is_of_all else own))
+        over = lambda a: sum_over_sequence(a.sum(1))
+        return (over(weights * h) / over(weights)) @ outer["table"].T
+
+    model = gathering()
+    pooled = jaxpar.LayeredModel(model.embed, model.layer, head)
+    loss = lambda o, b: (
+        -jnp.sum(jax.nn.log_softmax(o)[:, 0]) / num_parts(),
+        jnp.float32(len(o)) / num_parts(),
+    )
+    told = pytest.warns(UserWarning, match="head: a maximum over positions is taken to cancel")
+    with contextlib.nullcontext() if is_of_all else told:
+        check_positions(pooled, loss, GATHERED, SEQUENCES, abstract_mesh(context=2))
+
+
+@pytest.mark.parametrize(
+    ("further", "message"),
+    [
+        (lambda o, b: jnp.sum(each(o, b) > 1), ""),
+        (lambda o, b: jnp.float32(len(o)), "the same for any number of positions"),
+        (lambda o, b: jnp.float32(len(o)) / num_parts(), ""),
+        (lambda o, b: jnp.sum(jnp.exp(each(o, b).mean(1))), "no sum over positions"),
+        (lambda o, b: jnp.sum(each(o, b).max(1)), "no sum over positions"),
+    ],
+    ids=["a count", "rows", "rows divided", "of a mean of each device", "the largest of a device"],
+)
+def test_further_sums_of_a_loss_are_sums_over_positions_too(further, message):
+    loss = lambda o, b: (*OF_TOKENS(o, b), {"more": further(o, b)})
+    with (
+        pytest.raises(ValueError, match=f"'more', {message}")
+        if message
+        else contextlib.nullcontext()
+    ):
+        check_positions(gathering(), loss, GATHERED, SEQUENCES, abstract_mesh(context=2))
+
+
 @pytest.mark.parametrize(
     ("term", "message"),
     [

@@ -24,7 +24,7 @@ Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 
 def launch(args: Sequence[str]) -> int:
     """Starts a program's processes; ``args`` is the command line after ``launch``: options, the program and its arguments."""
-    from jaxpar.runtime.launch import Launch, run
+    from jaxpar.runtime.launch import Launch, only_launch_in, run
     from jaxpar.runtime.program import check_gpus, split_command
     from jaxpar.runtime.supervise import supervise
 
@@ -57,7 +57,8 @@ def launch(args: Sequence[str]) -> int:
         started, max_restarts = call(read, options, "launch", example=example)
     check_gpus(started.num_processes, started.gpus_per_process)
     make_folder(started.log_dir, "--log-dir")
-    return supervise(started, max_restarts) if max_restarts else run(started)
+    with only_launch_in(started.log_dir):
+        return supervise(started, max_restarts) if max_restarts else run(started)
 
 
 def export_model(

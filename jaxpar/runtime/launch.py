@@ -18,6 +18,7 @@ The kernel's own PR_SET_PDEATHSIG would end the processes alone, not their child
 """
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -30,6 +31,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from jaxpar.fields import arg, check_at_least
 from jaxpar.runtime.chatter import Quiet, without_chatter
@@ -55,6 +57,26 @@ AGREED = (
     {ExitCode.PREEMPTED},
     {ExitCode.NOT_FINITE},
 )  # all processes end with it
+
+
+def only_launch_in(folder: Path) -> TextIO:
+    """Returns a file that keeps other launches from writing their logs to a folder, as long as it is open.
+
+    Raises:
+        ValueError: Another launch writes there.
+    """
+    held = (folder / ".lock").open("w", encoding="utf-8")
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        held.close()
+        raise ValueError(
+            f"a folder has the logs of one launch at a time; got --log-dir {folder}, to which another one writes. Choose "
+            f"another, such as --log-dir {folder}-2."
+        ) from error
+    except OSError:  # a file system without locks
+        pass
+    return held
 
 
 @dataclass(frozen=True)
