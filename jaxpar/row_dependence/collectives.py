@@ -15,7 +15,7 @@ import math
 from dataclasses import replace
 
 from jaxpar.row_dependence.elements import elementwise
-from jaxpar.row_dependence.operation import Operation, span_of_shape
+from jaxpar.row_dependence.operation import Operation, carried_on, span_of_shape
 from jaxpar.row_dependence.values import (
     BY_PART,
     NONE,
@@ -40,7 +40,7 @@ def summed(op: Operation, given: Values) -> list[Value]:
 
 def _sum_of_devices(op: Operation, value: Value, at: int) -> Value:
     if value.kind is Kind.SUM:  # what one device subtracts does not cancel in a sum over devices
-        return Value(growth=value.growth, why=value.why or value.assumed)
+        return Value(growth=value.growth, why=value.why or carried_on(value.assumed))
     if value.is_free:
         growth = product_of_growths(value.growth, 1 / op.ratio)
         return Value(growth=growth, why=_without_places(op, value).why)
@@ -77,7 +77,7 @@ def _joined(op: Operation, value: Value) -> Value:
     if value.kind is Kind.MIXED:
         why = op.told("it joins over the devices what mixes the rows of each")
         return replace(_NOT_KNOWN, why=why)
-    return replace(_NOT_KNOWN, why=value.why)
+    return replace(_NOT_KNOWN, why=carried_on(value.why))
 
 
 def _without_places(op: Operation, value: Value) -> Value:
@@ -108,7 +108,7 @@ def gathered(op: Operation, given: Values) -> Value:
 
 def _in_order_of_devices(op: Operation, value: Value) -> Value:
     why = NONE if op.is_of_library else op.told("it joins rows in the order of the devices")
-    return Value(growth=value.growth, why=value.why or value.assumed or why)
+    return Value(growth=value.growth, why=value.why or carried_on(value.assumed) or why)
 
 
 def exchanged(op: Operation, given: Values) -> Value:

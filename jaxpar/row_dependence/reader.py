@@ -26,7 +26,7 @@ from jaxpar.row_dependence.elements import (
 )
 from jaxpar.row_dependence.gradient import in_doubt_by_gradient
 from jaxpar.row_dependence.mark import is_row_wise
-from jaxpar.row_dependence.operation import Operation
+from jaxpar.row_dependence.operation import Operation, carried_on
 from jaxpar.row_dependence.places import placed
 from jaxpar.row_dependence.rules import (
     DRAWS,
@@ -453,7 +453,7 @@ def _as_doubtful(op: Operation, given: Values, made: Results) -> Results:
     devices of a mean of each.
     """
     are_shared = all(value.is_free for value in given)
-    why = first_why(given) if are_shared else NONE
+    why = carried_on(first_why(given)) if are_shared else NONE
     grows = bool(op.axis) and any(v.is_free and v.growth not in (1, None) for v in given)
     results = []
     for at, value in enumerate(made):
