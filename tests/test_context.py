@@ -704,6 +704,19 @@ def test_a_model_that_sends_nothing_over_context_is_refused():
         step({"w": np.float32(1)}, jaxpar.shard_batch(batch, mesh, sequences=["x", "y"]))
 
 
+def test_a_table_of_all_positions_is_told_which_a_device_reads():
+    model = lambda params, batch: batch["x"] * params["of_positions"]
+    loss = lambda outputs, batch: jaxpar.losses.squared_error(outputs, batch["x"])
+    mesh = jaxpar.make_mesh(context=2)
+    batch = jaxpar.shard_batch({"x": np.ones((2, 4), np.float32)}, mesh, sequences=["x"])
+    step = jaxpar.value_and_grad(model, loss, mesh)
+    with pytest.raises((TypeError, ValueError), match="ncompatible shapes") as raised:
+        step({"of_positions": np.ones((1, 4), np.float32)}, batch)
+    (note,) = raised.value.__notes__[:1]
+    assert "With context=2" in note
+    assert "places(h.shape[1])]" in note
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [

@@ -242,11 +242,12 @@ class Api:
                 param=name,
             )
         if tokens > room:
-            remedy = f"{name}={room} or less, or cut" if room > 0 else "fewer tokens: cut"
+            remedy = f"Give {name}={room} or less, or cut" if room > 0 else "Cut"
+            got = f"a prompt of {longest}" + ("" if asked is None else f" and {name}={tokens}")
             raise RequestError(
                 400,
-                f"a prompt and its completion must have at most {self.model.max_context} tokens together; got a prompt of "
-                f"{longest} and {name}={tokens}. Give {remedy} the prompt.",
+                f"a prompt and its completion must have at most {self.model.max_context} tokens together; got {got}. {remedy} "
+                "the prompt.",
                 param="messages" if is_chat else "prompt",
                 code="context_length_exceeded",
             )

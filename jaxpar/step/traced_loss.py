@@ -5,7 +5,8 @@ loss_sum is then ``1 / total weight``, as it is for the ratio of the two on one 
 linear in its cotangent, because it clips or rounds gradients, returns the same values on every mesh.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +106,8 @@ def trace_loss(
     forward = model.apply if isinstance(model, LayeredModel) else model
 
     def of_part() -> TracedLoss:
-        traced, outputs = jax.make_jaxpr(forward, return_shape=True)(params, microbatch)
+        with _parts_of_sequences_told(mesh):
+            traced, outputs = jax.make_jaxpr(forward, return_shape=True)(params, microbatch)
         operations = [*equations(traced), *equations(jax.make_jaxpr(loss)(outputs, microbatch))]
         if any(operation.primitive.name.startswith("custom_vjp_call") for operation in operations):
             operations += _of_gradients(forward, loss, params, microbatch)
@@ -143,6 +145,21 @@ def trace_loss(
     )
     jax.eval_shape(on_shards)
     return found[0]
+
+
+@contextmanager
+def _parts_of_sequences_told(mesh: Mesh) -> Iterator[None]:
+    """Adds to JAX's error about shapes that a device has a part of each sequence, if the mesh splits them."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if mesh.shape[CONTEXT] > 1 and "ncompatible shapes" in str(error):
+            error.add_note(
+                f"With {arg(context=mesh.shape[CONTEXT])}, a device has some positions of each sequence. An array of all "
+                "positions, such as a table of them, is read at those of the device: "
+                "table[jaxpar.context_parallel.places(h.shape[1])]."
+            )
+        raise
 
 
 def _unread_of_first(jaxpr: Any, count: int) -> tuple[int, ...]:

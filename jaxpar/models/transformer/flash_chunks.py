@@ -38,6 +38,7 @@ from jaxtyping import Array, Float, Int
 from jaxpar import documents
 from jaxpar._compat import cudnn_attention, cudnn_attention_gradients
 from jaxpar.documents import Documents
+from jaxpar.row_dependence import row_wise
 
 Pair = tuple[Array, Array]  # keys and values, output and lse, or the two chunks of a device
 Gradients = tuple[Array, Array, Array]  # of queries, keys and values
@@ -119,7 +120,9 @@ def chunked_causal_attention(
     if scale is None:
         scale = scale_of(q)
     given = _Given(own, whole, within, tuple(earlier))
-    return _attend(kernel, scale, q, given)
+    # What each query sees of its own chunk and of earlier ones is the whole row, which no operation alone shows.
+    attend = row_wise(partial(_attend, kernel, scale))
+    return attend(q, given)
 
 
 def scale_of(q: Array) -> float:
