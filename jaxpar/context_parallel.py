@@ -35,6 +35,7 @@ from jaxtyping import Array, Int, PyTree, Shaped
 
 from jaxpar._compat import trace_context
 from jaxpar.devices import traced_platform
+from jaxpar.row_dependence import of_own_rows
 
 CONTEXT = "context"
 # Names that only arrays of a batch with a value for each position have.
@@ -114,13 +115,17 @@ def zig_zag(seq: int, parts: int) -> np.ndarray:
 
 
 def places(length: int) -> Int[Array, " length"]:
-    """Returns the places in the sequence of the ``length`` positions that this device has."""
+    """Returns the places in the sequence of the ``length`` positions that this device has.
+
+    ``jnp.arange`` numbers those of a sequence that was gathered.
+    """
     parts, of_one = num_parts(), jnp.arange(length)
     if parts == 1:
         return of_one
     by_device = zig_zag(parts * length, parts).reshape(parts, length)
     by_device = jnp.asarray(by_device, of_one.dtype)
-    return lax.dynamic_index_in_dim(by_device, lax.axis_index(CONTEXT), keepdims=False)
+    own = lambda: lax.dynamic_index_in_dim(by_device, lax.axis_index(CONTEXT), keepdims=False)
+    return of_own_rows(own)()
 
 
 def gather_sequence(x: Shaped[Array, "batch seq *dims"]) -> Shaped[Array, "batch all *dims"]:

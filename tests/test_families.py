@@ -10,7 +10,7 @@ import pytest
 
 import jaxpar
 from jaxpar import huggingface
-from jaxpar.huggingface import read_config, read_params, write_model
+from jaxpar.huggingface import config_keys, families, read_config, read_params, write_model
 from jaxpar.huggingface.config import config_json, family_of
 from jaxpar.models import transformer
 from jaxpar.models.transformer import Rope, RopeScaling
@@ -333,6 +333,28 @@ def test_windows_are_those_of_all_layers(name, changes, window, tmp_path):
     assert config.window == window
     (tmp_path / "config.json").write_text(json.dumps(config_json(config, "float32")))
     assert read_config(tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "kinds"),
+    [
+        ("qwen3", {}, {"full"}),  # its default is that of the first 28 layers
+        ("qwen3_moe", {}, {"sliding"}),
+        ("qwen3_moe", {"max_window_layers": 0}, {"sliding"}),
+        ("qwen3_moe", {"max_window_layers": 48}, {"full", "sliding"}),
+        ("qwen3_moe", {"use_sliding_window": False, "max_window_layers": 48}, {"full"}),
+        ("mixtral", {}, {"sliding"}),
+        ("mixtral", {"sliding_window": None}, {"full"}),
+        ("mixtral", {"layer_types": ["sliding_attention"] * 2}, {"sliding"}),
+        ("mixtral", {"layer_types": ["full_attention"] * 2}, {"full", "sliding"}),
+    ],
+)
+def test_a_window_that_versions_of_transformers_give_to_other_layers_is_of_two_kinds(
+    name, keys, kinds
+):
+    given = {"num_hidden_layers": 2, "sliding_window": 5, "use_sliding_window": True} | keys
+    found = config_keys.kinds_of_attention(families.FAMILIES[name], given)
+    assert found == {f"{kind}_attention" for kind in kinds}
 
 
 def test_a_window_of_some_layers_is_refused_until_it_is_ignored(tmp_path):

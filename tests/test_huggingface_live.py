@@ -81,6 +81,11 @@ MODELS = {
     "granite-plain": ("Granite", GROUPED | {"attention_bias": True, "mlp_bias": True}),
     "mixtral": ("Mixtral", GROUPED | {"num_local_experts": 4}),
     "qwen3-moe": ("Qwen3Moe", GROUPED | EXPERTS | {"moe_intermediate_size": 16, "head_dim": 8, "norm_topk_prob": True}),
+    "mixtral-window": ("Mixtral", GROUPED | {"num_local_experts": 4, "sliding_window": 5}),
+    "qwen3-moe-window": (
+        "Qwen3Moe",
+        GROUPED | EXPERTS | {"moe_intermediate_size": 16, "use_sliding_window": True, "sliding_window": 5},
+    ),
     "olmoe": ("Olmoe", GROUPED | EXPERTS),
     "bloom": ("Bloom", BLOOM),
     "bloom-untied": ("Bloom", BLOOM | {"tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),

@@ -41,6 +41,7 @@ from jaxpar.planner.job import divisors
 from jaxpar.planner.kernel_seconds import memory_rate, product_seconds
 from jaxpar.planner.kernels import Product, kernels_of, peak_of_kernels
 from jaxpar.planner.ops import Analysis
+from jaxpar.planner.ranking import _usual_rows
 from jaxpar.planner.search import Estimator, likely_choices
 from jaxpar.planner.state import AtRest
 from jaxpar.planner.step_time import _ticks
@@ -1010,6 +1011,28 @@ def test_what_does_not_fit_is_named_with_the_nearest_that_does():
     assert jaxpar.plan(shape, dataclasses.replace(of_one, num_nodes=fewest), batch_size=4)
     with pytest.raises(ValueError, match="mlp needs"):
         jaxpar.plan(shape, dataclasses.replace(of_one, num_nodes=fewest - 1), batch_size=4)
+    of_three = dataclasses.replace(
+        of_one, num_nodes=3
+    )  # 6 nodes fit, or more, and fewer than a multiple of 3 as well
+    with pytest.raises(ValueError, match=rf"Nearest: {fewest} nodes\."):
+        jaxpar.plan(shape, of_three, batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "devices", "rows"),
+    [
+        (1024, 8, 4096),
+        (1024, 7, 7 * 576),
+        (1024, 3, 3 * 1280),
+        (8192, 512, 512),
+        (8192, 768, 384),
+        (8192, 1025, 512),
+        (2**30, 4, 1),
+    ],
+)
+def test_rows_by_default_are_round_numbers_that_the_devices_divide(tokens, devices, rows):
+    shape = dataclasses.replace(mlp(8, 8, 2), tokens_per_row=tokens)
+    assert _usual_rows(shape, node(devices_per_node=devices)) == rows
 
 
 def test_what_a_refusal_of_the_model_proposes_divides_the_devices_too():

@@ -659,6 +659,15 @@ def test_pictures_without_matplotlib_are_refused(tmp_path, capsys, monkeypatch):
     )
 
 
+def test_pictures_without_a_folder_that_can_be_written_are_refused(tmp_path, capsys, monkeypatch):
+    def raises():
+        raise OSError("Matplotlib requires access to a writable cache directory")
+
+    monkeypatch.setattr("matplotlib.get_cachedir", raises)
+    said = refused(capsys, tmp_path)
+    assert said.endswith("Set MPLCONFIGDIR to one, or mount a volume at /tmp.")
+
+
 def test_an_unknown_flag_is_refused_with_a_suggestion(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         run(tmp_path, "--mesh.dta", "8")

@@ -67,9 +67,17 @@ def with_params(equation: Any, params: dict[str, Any]) -> Any:
     return equation.replace(params=params)
 
 
-def source_line(equation: Any) -> str:
-    """Returns the user's line of code that made an equation, "file:line:column (function)"; "" if none is known."""
-    return source_info_util.summarize(equation.source_info)
+def source_line(equation: Any, outside: str | None = None) -> str:
+    """Returns the line of code that made an equation, "file:line:column (function)"; "" if none is known.
+
+    Args:
+        equation: The equation.
+        outside: A folder; the line is then the one that called what is in it.
+    """
+    if outside is None:
+        return source_info_util.summarize(equation.source_info)
+    lines = source_info_util.summarize(equation.source_info, num_frames=100).splitlines()
+    return next((line for line in reversed(lines) if not line.startswith(outside)), "")
 
 
 def literal_value(literal: Any) -> Any:

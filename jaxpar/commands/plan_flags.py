@@ -26,8 +26,8 @@ class PlanFlags:
         nodes: Machines.
         gpus_per_node: GPUs per machine, joined by fast links.
         gpu: a100-40gb, a100-80gb, a100-80gb-jeanzay, h100, h200 or b200.
-        batch_size: Rows per step, over all replicas; by default 4 million tokens. Of your own ModelShape whose rows are one
-            token each it must be given.
+        batch_size: Rows per step, over all replicas; by default about 4 million tokens, which the devices divide. Of
+            your own ModelShape whose rows are one token each it must be given.
         seq: Tokens per row; by default the model's longest, at most 8192.
         replica: Fixes the number of groups of replicas, inside which ZeRO shards.
         data: Fixes the number of replicas of a group.

@@ -151,9 +151,16 @@ def kinds_of_attention(family: Family, given: Mapping[str, Any]) -> set[str]:
         return {FULL}
     if "use_sliding_window" in family.more and given.get("use_sliding_window") is not True:
         return {FULL}
+    told = _kinds_by_layer(family, given)
+    return told | {SLIDING} if family.every_layer_slides or not told else told
+
+
+def _kinds_by_layer(family: Family, given: Mapping[str, Any]) -> set[str]:
+    """Returns the kinds that keys name for the layers of a model with a window; none if no key does."""
     if isinstance(types := given.get("layer_types"), list):
         return set(map(str, types))
-    layers, whole = given.get("num_hidden_layers"), given.get("max_window_layers", 28)
+    default = None if family.every_layer_slides else 28
+    layers, whole = given.get("num_hidden_layers"), given.get("max_window_layers", default)
     if "max_window_layers" not in family.more or type(layers) is not int or type(whole) is not int:
-        return {SLIDING}
+        return set()
     return {FULL if layer < whole else SLIDING for layer in (0, layers - 1)}

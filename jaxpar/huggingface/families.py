@@ -53,6 +53,7 @@ class Family:
         dropouts: Keys of dropout rates, which jaxpar does not support, and their default values.
         neutral: Keys that do not affect the values of a forward pass: metadata, settings of tokenizers, trainers and samplers.
         more: Other keys that define the model, which `config.py` reads by name.
+        every_layer_slides: Whether transformers 5 gives each layer the window, whatever keys say of layers, which 4 followed.
         biases: The values of ``biases`` other than False that the family has, if they are not fixed.
         experts: For a family with experts, the keys of fields of Experts that are sizes, as in ``sizes``.
         router: For experts, the key of each field of the router, and its default.
@@ -76,6 +77,7 @@ class Family:
     prefix: str
     tensors: dict[str, dict[str, str]]
     not_params: str
+    every_layer_slides: bool = False
 
     @property
     def keys(self) -> set[str]:

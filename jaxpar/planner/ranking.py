@@ -5,8 +5,9 @@ schedule, of the seconds for the same number of tokens. If nothing fits, the err
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -46,7 +47,8 @@ def plan(
     Args:
         model_shape: A transformer preset's name, a TransformerConfig, or a ModelShape, of a model of your own.
         cluster: The machines: ``jaxpar.planner.cluster("a100-80gb", num_nodes=48)``, or a ``Cluster`` of your own.
-        batch_size: Rows of a step, over all replicas; by default 4 million tokens. Needed where rows have one token each.
+        batch_size: Rows of a step, over all replicas; by default about 4 million tokens, which the devices divide. Needed where
+            rows have one token each.
         optimizer: By default Adam.
         executor: "spmd": rank by the time in lock-step. "mpmd": rank by the time of free-running stages.
         assumed: Assumed efficiencies.
@@ -74,9 +76,8 @@ def plan(
             f"each, and no {arg('batch_size')}. Give it, over all replicas, such as {arg(batch_size=256)}; or the tokens of a "
             "row: ModelShape(tokens_per_row=...)."
         )
-    batch_size = (
-        max(1, DEFAULT_TOKENS // shape.tokens_per_row) if batch_size is None else batch_size
-    )
+    rows_of = partial(_usual_rows, shape) if batch_size is None else lambda _: batch_size
+    batch_size = rows_of(cluster)
     if not 0 <= memory_headroom < 1:
         raise ValueError(
             f"{arg('memory_headroom')} must be a share of the memory, at least 0 and less than 1; got {memory_headroom}. "
@@ -95,7 +96,7 @@ def plan(
     # As many for any smaller number, so that the best is the same.
     plans = best_plans(estimator, fixed, max(TOP, top))
     if not plans:
-        raise ValueError(why_nothing(estimator, fixed))
+        raise ValueError(why_nothing(estimator, fixed, rows_of))
     best = plans[0]
     _check_split(shape, best.choice, batch_size)
     whys = [why_best(best, plans[1:]), *(why_not(each, best) for each in plans[1:])]
@@ -231,7 +232,20 @@ def _changes(estimator: Estimator, choice: Choice) -> Iterator[tuple[str, Estima
         yield name, replace(estimator, cluster=faster), choice
 
 
-def why_nothing(estimator: Estimator, fixed: dict[str, Any]) -> str:
+def _usual_rows(shape: ModelShape, cluster: Cluster) -> int:
+    """Returns about the rows of four million tokens: a round number for each device, or for a half or less of them."""
+    rows, parts = max(1, DEFAULT_TOKENS // shape.tokens_per_row), cluster.num_devices
+    while parts > rows and parts % 2 == 0:
+        parts //= 2
+    if parts > rows:
+        return rows
+    of_each = filter(_is_round, range(1, 2 * rows // parts + 1))
+    return parts * min(of_each, key=lambda each: abs(each * parts - rows))
+
+
+def why_nothing(
+    estimator: Estimator, fixed: dict[str, Any], rows_of: Callable[[Cluster], int]
+) -> str:
     """Returns why a search finds no choice, and a remedy."""
     needs = _smallest(estimator, fixed)
     if needs is None:
@@ -250,7 +264,7 @@ def why_nothing(estimator: Estimator, fixed: dict[str, Any]) -> str:
     named, remedy = _rows_and_scores(estimator, choice)
     return (
         f"{estimator.shape.name}{named} needs {gib(num_bytes)} GiB a device at {arg(**choice.sizes)}; have {gib(limit)}{free}. "
-        f"{remedy or _nearest(estimator, fixed, choice)}"
+        f"{remedy or _nearest(estimator, fixed, choice, rows_of)}"
     )
 
 
@@ -363,7 +377,9 @@ def _smallest(estimator: Estimator, fixed: dict[str, Any]) -> tuple[Choice, int]
     return (variants[min(sized)[1]], min(sized)[0]) if sized else None
 
 
-def _nearest(estimator: Estimator, fixed: dict[str, Any], choice: Choice) -> str:
+def _nearest(
+    estimator: Estimator, fixed: dict[str, Any], choice: Choice, rows_of: Callable[[Cluster], int]
+) -> str:
     """Returns the nearest setting that fits: with one fixed setting released, then on any mesh, then with more nodes."""
     for free in (
         "remat",
@@ -395,27 +411,32 @@ def _nearest(estimator: Estimator, fixed: dict[str, Any], choice: Choice) -> str
         found := fitting_plans(estimator, anywhere, 1)
     ):
         return f"Nearest: {arg(**found[0].choice.sizes)}."
-    num_nodes = _fewest_nodes(estimator, anywhere)
+    num_nodes = _fewest_nodes(estimator, anywhere, rows_of)
     if num_nodes is None:
         return "Choose devices with more memory."
     held = " or ".join(axis for axis in OF_MODELS if fixed.get(axis))
     return f"Nearest: {num_nodes} nodes" + (f", without a fixed {held}." if held else ".")
 
 
-def _fewest_nodes(estimator: Estimator, fixed: dict[str, Any]) -> int | None:
-    """Returns a number of nodes that fits where one node less does not; None if 32 times as many do not fit."""
-    cluster = estimator.cluster
+def _fewest_nodes(
+    estimator: Estimator, fixed: dict[str, Any], rows_of: Callable[[Cluster], int]
+) -> int | None:
+    """Returns a round number of nodes that fits, the next if twice as many do; None if 32 times as many do not fit."""
 
     def fits(num_nodes: int) -> bool:
-        larger = replace(estimator, cluster=replace(cluster, num_nodes=num_nodes))
+        cluster = replace(estimator.cluster, num_nodes=num_nodes)
+        larger = replace(estimator, cluster=cluster, batch_size=rows_of(cluster))
         return bool(fitting_plans(larger, fixed, 1))
 
-    too_few = cluster.num_nodes
-    enough = next(filter(fits, (too_few * more for more in (2, 4, 8, 16, 32))), None)
+    times = (estimator.cluster.num_nodes * more for more in (2, 4, 8, 16, 32))
+    enough = next(filter(fits, times), None)
     if enough is None:
         return None
-    too_few = max(too_few, enough // 2)
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
-    return enough
+    fewer = filter(_is_round, range(enough // 2 + 1, enough))
+    return next(filter(fits, fewer), enough)
+
+
+def _is_round(number: int) -> bool:
+    """Whether a number is 1, 3, 5, 7 or 9 times a power of two, as meshes are."""
+    odd = number // (number & -number)
+    return odd < 10

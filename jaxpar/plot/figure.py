@@ -61,11 +61,20 @@ def figure_to(
 
 
 def check_matplotlib() -> None:
-    """Raises ValueError if matplotlib is not installed; a run calls it before it trains."""
+    """Raises ValueError if matplotlib is not installed or has no folder to write; a run calls it before it trains."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             f"the recipe's pictures need matplotlib; got none. {install_extra('plot')}."
         )
+    try:
+        import matplotlib
+
+        matplotlib.get_cachedir()
+    except OSError as error:
+        raise ValueError(
+            "matplotlib, which draws the recipe's pictures, needs a folder that it can write; got none in MPLCONFIGDIR, the "
+            "home and the folders for temporary files. Set MPLCONFIGDIR to one, or mount a volume at /tmp."
+        ) from error
 
 
 def panels(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:

@@ -23,10 +23,10 @@ says so, and the doubt goes along with it.
 - `constants.py`: arrays and numbers that are written in a function.
 - `reader.py`: reads jaxprs: calls, branches and loops.
 - `gradient.py`: the backward passes of functions with a derivative of their own.
-- `mark.py`: ``row_wise``, the mark of functions that are not read.
+- `mark.py`: ``row_wise`` and ``of_own_rows``, the marks of functions that are not read.
 """
 
-from jaxpar.row_dependence.mark import row_wise
+from jaxpar.row_dependence.mark import of_own_rows, row_wise
 from jaxpar.row_dependence.operation import span_of_shape
 from jaxpar.row_dependence.reader import Reader, traced
 from jaxpar.row_dependence.values import Kind, Reason, Span, Value
@@ -37,6 +37,7 @@ __all__ = [
     "Reason",
     "Span",
     "Value",
+    "of_own_rows",
     "row_wise",
     "span_of_shape",
     "traced",

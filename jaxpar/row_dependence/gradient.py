@@ -20,7 +20,8 @@ from jaxpar.row_dependence.values import (
 
 Read = Callable[[Any, Any, Values], list[Value]]
 
-_NAMES = ("custom_vjp_call", "custom_jvp_call")
+_OF_CUSTOM_VJP = "custom_vjp_call"
+_NAMES = (_OF_CUSTOM_VJP, "custom_jvp_call")
 _OF_ROWS = (Kind.ROWS, Kind.SUM)
 
 
@@ -39,10 +40,15 @@ def in_doubt_by_gradient(
         made: Those of its results.
     """
     is_own = op.name.startswith(_NAMES)
-    if not is_own or not any(v.kind in _OF_ROWS for v in made):
+    of_params = op.name.startswith(
+        _OF_CUSTOM_VJP
+    )  # the rule of a custom_jvp is linear in its cotangent
+    doubted = [v.kind in _OF_ROWS or (v.is_free and of_params) for v in made]
+    if not is_own or not any(doubted):
         return list(made)
     why = _doubt(read, op, given, made)
-    return [replace(v, why=v.why or why) if v.kind in _OF_ROWS else v for v in made]
+    pairs = zip(made, doubted, strict=True)
+    return [replace(v, why=v.why or why) if in_doubt else v for v, in_doubt in pairs]
 
 
 def _doubt(
@@ -70,6 +76,12 @@ def _doubt(
         # A kernel of a backward pass is not known, and jaxpar's own functions are tested.
         if why.what != NOT_KNOWN and not why.line.startswith(LIBRARY):
             return why._replace(what=f"its own derivative: {why.what}")
+    real = [v for v, at in zip(given, op.few.invars, strict=True) if _is_real(at)]
+    for value, gradient in zip(real, found[-len(real) :] if real else (), strict=True):
+        if value.is_free and gradient.is_free and not gradient.is_zero:
+            return op.told(
+                "the gradient of what depends on no row, by its own derivative, is no sum over rows"
+            )
     is_plain = all(v.growth == 1 for v in given)
     if is_plain and any(v.kind in _OF_ROWS and v.growth not in (1, None) for v in found):
         return op.told("its own derivative depends on the number of rows")
@@ -77,8 +89,13 @@ def _doubt(
 
 
 def _gradient_of(value: Value) -> Value:
-    """Returns the value of the gradient of a result: of a sum it is the same number for all rows."""
-    return Value(Kind.ROWS, span=value.span) if value.kind is Kind.ROWS else Value()
+    """Returns the value of the gradient of a result.
+
+    Each row adds to that of a result which depends on no row, such as a param; that of a sum is one number for all rows.
+    """
+    if value.kind is Kind.ROWS:
+        return Value(Kind.ROWS, span=value.span)
+    return Value(Kind.SUM) if value.is_free else Value()
 
 
 def _backward(equation: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The mark of a function that treats each row on its own, though its operations mix rows."""
+"""The marks of functions that are not read: one treats each row on its own, or numbers the rows of a device."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -9,7 +9,9 @@ import jax
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
-_NAME = "jaxpar_row_wise"  # of the call in a jaxpr
+# Of the calls in a jaxpr.
+_ROW_WISE = "jaxpar_row_wise"
+_OF_OWN_ROWS = "jaxpar_of_own_rows"
 
 
 def row_wise(
@@ -28,6 +30,20 @@ def row_wise(
     Returns:
         The function, which computes the same. Its results have rows along each dim whose size depends on their number.
     """
+    return _named(_ROW_WISE, function)
+
+
+def of_own_rows(
+    function: Callable[Args, Result],
+) -> Callable[Args, Result]:
+    """Returns ``function``, marked as one that returns something of each row that a device has, such as its number.
+
+    It is right if it returns as many as the device has, which depends on the number of devices.
+    """
+    return _named(_OF_OWN_ROWS, function)
+
+
+def _named(name: str, function: Callable[Args, Result]) -> Callable[Args, Result]:
     plain: Callable[..., Result] = function
 
     @wraps(function)
@@ -36,12 +52,17 @@ def row_wise(
         def call(args: tuple, kwargs: dict[str, Any]) -> Result:
             return plain(*args, **kwargs)
 
-        call.__name__ = call.__qualname__ = _NAME
+        call.__name__ = call.__qualname__ = name
         return jax.jit(call)(args, kwargs)
 
     return marked
 
 
 def is_row_wise(equation: Any) -> bool:
-    """Returns whether an equation calls a function that is marked."""
-    return equation.params.get("name") == _NAME
+    """Returns whether an equation calls a function that is marked as ``row_wise``."""
+    return equation.params.get("name") == _ROW_WISE
+
+
+def is_of_own_rows(equation: Any) -> bool:
+    """Returns whether an equation calls one that is marked as ``of_own_rows``."""
+    return equation.params.get("name") == _OF_OWN_ROWS

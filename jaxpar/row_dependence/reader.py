@@ -25,8 +25,8 @@ from jaxpar.row_dependence.elements import (
     joined,
 )
 from jaxpar.row_dependence.gradient import in_doubt_by_gradient
-from jaxpar.row_dependence.mark import is_row_wise
-from jaxpar.row_dependence.operation import Operation, carried_on
+from jaxpar.row_dependence.mark import is_of_own_rows, is_row_wise
+from jaxpar.row_dependence.operation import LIBRARY, Operation, carried_on
 from jaxpar.row_dependence.places import placed
 from jaxpar.row_dependence.rules import (
     DRAWS,
@@ -162,6 +162,8 @@ class Reader:
             return SPECIAL[op.name](self, op, given)
         if is_row_wise(op.few):
             return [op.unknown(given, NONE, at) for at in outputs]
+        if op.axis and is_of_own_rows(op.few):
+            return [_of_own_rows(op)]
         if (inner := inlined(op.few)) is not None:
             inside = replace(self, caller=op.line)
             made = inside.read(inner, inlined(op.many), given)
@@ -461,6 +463,16 @@ def _as_doubtful(op: Operation, given: Values, made: Results) -> Results:
         told = why or (op.told(OF_DEVICES) if is_lost else NONE)
         results.append(replace(value, why=value.why or told) if told else value)
     return results
+
+
+def _of_own_rows(op: Operation) -> Value:
+    """Returns the numbers of a device's rows; they are in doubt if they are of other rows than it has."""
+    line = source_line(op.few, outside=LIBRARY)
+    what = (
+        "it numbers rows as those of a device, and others than it has, where jnp.arange numbers all"
+    )
+    why = Reason(what, "a call", line)
+    return op.unknown([Value(Kind.UNKNOWN)], NONE if op.varying_out() else why)
 
 
 def _computed(op: Operation, given: Values) -> Value:

@@ -38,7 +38,78 @@ def _scanned(a: jax.Array, dim: int) -> jax.Array:
 def _halved_until_small(a: jax.Array, dim: int) -> jax.Array:
     is_large = lambda x: jnp.max(jnp.abs(x)) > 1
     each = lambda x: lax.while_loop(is_large, lambda x: x / 2, x)
-    return jax.vmap(each, dim, dim)(a)
+    return a + jax.vmap(each, dim, dim)(lax.stop_gradient(a))
+
+
+def _halved_together(a: jax.Array) -> jax.Array:
+    is_large = lambda x: jnp.max(jnp.abs(x)) > 1
+    return a + lax.while_loop(is_large, lambda x: x / 2, lax.stop_gradient(a))
+
+
+def _added_up(a: jax.Array, dim: int) -> jax.Array:
+    x = jnp.moveaxis(a, dim, 0)
+    return lax.scan(lambda carry, row: (carry + jnp.sin(row), None), jnp.zeros_like(x[0]), x)[0]
+
+
+def _last_of_scan(a: jax.Array, dim: int) -> jax.Array:
+    x = jnp.moveaxis(a, dim, 0)
+    return lax.scan(lambda carry, row: (carry / 2 + row, None), jnp.zeros_like(x[0]), x)[0]
+
+
+def _counted(a: jax.Array, dim: int) -> jax.Array:
+    return lax.fori_loop(0, a.shape[dim], lambda at, x: x / (1 + at), a)
+
+
+def _nested(a: jax.Array, dim: int) -> jax.Array:
+    """A scan along a dim of scans along the next one."""
+    x = jnp.moveaxis(a, dim, 0)
+    inner = lambda row: lax.scan(lambda c, each: (c + each, each * c), jnp.zeros_like(row[0]), row)
+    _, out = lax.scan(lambda c, row: (c, inner(row)[1]), 0, x)
+    return jnp.moveaxis(out, 0, dim)
+
+
+def _with_cotangent(of_cotangent: Callable) -> Callable:
+    """A function that returns its array, and whose derivative is that of the cotangent along a dim."""
+
+    def applied(a: jax.Array, dim: int) -> jax.Array:
+        same = jax.custom_vjp(lambda x: x)
+        same.defvjp(lambda x: (x, None), lambda _, ct: (of_cotangent(ct, dim),))
+        return same(a)
+
+    return applied
+
+
+@jax.custom_jvp
+def _bent(a: jax.Array) -> jax.Array:
+    return jnp.abs(a)
+
+
+@_bent.defjvp
+def _bent_jvp(primals: Any, tangents: Any) -> Any:
+    return _bent(*primals), jnp.tanh(primals[0]) * tangents[0]
+
+
+def _windows(a: jax.Array, dim: int) -> jax.Array:
+    sizes = [2 if d == dim else 1 for d in range(a.ndim)]
+    return lax.reduce_window(a, 0.0, lax.add, sizes, [1] * a.ndim, "SAME")
+
+
+def _convolved(a: jax.Array, dim: int) -> jax.Array:
+    x = jnp.moveaxis(a, dim, -1)
+    flat = x.reshape(-1, 1, x.shape[-1])
+    found = lax.conv_general_dilated(flat, jnp.ones((1, 1, 3), a.dtype), [1], "SAME")
+    return jnp.moveaxis(found.reshape(x.shape), -1, dim)
+
+
+def _largest_two(a: jax.Array, dim: int) -> jax.Array:
+    return jnp.moveaxis(lax.top_k(jnp.moveaxis(a, dim, -1), 2)[0], -1, dim)
+
+
+def _in_order_and_back(a: jax.Array, dim: int) -> jax.Array:
+    order = jnp.argsort(a, dim)
+    return jnp.take_along_axis(
+        jnp.sin(jnp.take_along_axis(a, order, dim)), jnp.argsort(order, dim), dim
+    )
 
 
 def _shifted(a: jax.Array, dim: int) -> jax.Array:
@@ -52,6 +123,14 @@ OF_EACH: Mapping[str, Callable] = {
     "relu": jax.nn.relu,
     "sigmoid": jax.nn.sigmoid,
     "stop_gradient": lax.stop_gradient,
+    "custom jvp": _bent,
+    "checkpoint": lambda a: jax.checkpoint(lambda x: jnp.sin(jnp.cos(x)))(a),
+    "while of all": _halved_together,
+    "by its size": lambda a: a / a.size,
+    "by its norm": lambda a: a / (1 + jnp.linalg.norm(a)),
+    "flat": lambda a: a.reshape(-1),
+    "transposed": lambda a: a.T,
+    "of float32": lambda a: a.astype(jnp.float32).astype(a.dtype),
     "rounded": lambda a: jnp.clip(3 * a, -5, 5).astype(jnp.int32),
 }
 ALONG: Mapping[str, Callable] = {
@@ -78,6 +157,36 @@ ALONG: Mapping[str, Callable] = {
         a * jax.random.normal(jax.random.key(0), (a.shape[dim],))[_mask_of(a, dim)]
     ),
     "scan": _scanned,
+    "added up by scan": _added_up,
+    "last of scan": _last_of_scan,
+    "counted loop": _counted,
+    "nested scans": _nested,
+    "associative scan": lambda a, dim: lax.associative_scan(jnp.maximum, a, axis=dim),
+    "cotangent's mean": _with_cotangent(lambda ct, dim: ct - ct.mean(dim, keepdims=True)),
+    "cotangent's norm": _with_cotangent(
+        lambda ct, dim: ct / (1 + jnp.abs(ct).sum(dim, keepdims=True))
+    ),
+    "cotangent by number": _with_cotangent(lambda ct, dim: ct / ct.shape[dim]),
+    "cotangent clipped": _with_cotangent(lambda ct, dim: jnp.clip(ct, -0.01, 0.01)),
+    "windows": _windows,
+    "convolved": _convolved,
+    "largest two": _largest_two,
+    "in order and back": _in_order_and_back,
+    "roll": lambda a, dim: jnp.roll(a, 1, dim),
+    "norm of": lambda a, dim: jnp.sqrt(1 + jnp.square(a).sum(dim, keepdims=True)),
+    "prod": lambda a, dim: jnp.prod(a, dim),
+    "any": lambda a, dim: jnp.any(a > 1, dim).astype(a.dtype),
+    "count": lambda a, dim: jnp.sum(a > 0, dim).astype(a.dtype),
+    "mean of the counted": lambda a, dim: a.sum(dim) / (1 + jnp.sum(a > 0, dim)),
+    "tail": lambda a, dim: lax.slice_in_dim(a, 1, None, axis=dim),
+    "half": lambda a, dim: lax.slice_in_dim(a, 0, a.shape[dim] // 2, axis=dim),
+    "repeat": lambda a, dim: jnp.repeat(a, 2, dim),
+    "fft": lambda a, dim: jnp.fft.fft(a, axis=dim).real,
+    "variance": lambda a, dim: (
+        (a - a.mean(dim, keepdims=True)) / jnp.sqrt(1 + a.var(dim, keepdims=True))
+    ),
+    "lower triangle": lambda a, dim: jnp.tril(jnp.moveaxis(a, dim, -1)),
+    "map": lambda a, dim: lax.map(jnp.sin, jnp.moveaxis(a, dim, 0)),
     "while of each": _halved_until_small,
     "of each by vmap": lambda a, dim: jax.vmap(lambda x: x / (1 + jnp.vdot(x, x)), dim, dim)(a),
     "to the front": lambda a, dim: jnp.moveaxis(a, dim, 0),
@@ -95,6 +204,11 @@ OF_PAIRS: Mapping[str, Callable] = {
     "pairs": lambda a, b: jnp.einsum("r...d,s...d->rs...", a, b),
     "of the same row": lambda a, b: jnp.einsum("r...d,r...d->r...", a, b),
     "over rows": lambda a, b: jnp.tensordot(a, b, (0, 0)),
+    "outer": lambda a, b: a[..., None] * b.reshape(-1)[:4],
+    "solve": lambda a, b: jnp.linalg.solve(a @ a.T + jnp.eye(len(a)), b),
+    "carried": lambda a, b: lax.scan(lambda c, x: (c + x, c * x), jnp.zeros_like(b[0]), a * b)[1],
+    "chosen case": lambda a, b: lax.cond(jnp.sum(b) > 0, jnp.sin, jnp.cos, a),
+    "dot": lambda a, b: jnp.vdot(a, b),
     "first of another": lambda a, b: a.at[0].set(b[0]),
 }
 WITH_INTEGERS: Mapping[str, Callable] = {
@@ -103,6 +217,11 @@ WITH_INTEGERS: Mapping[str, Callable] = {
     "along the last": lambda a, i: jnp.take_along_axis(a, i[..., None] % a.shape[-1], -1),
     "segment sum": lambda a, i: jax.ops.segment_sum(a, i % 4, 4),
     "masked": lambda a, i: jnp.where((i > 0)[..., None], a, 0),
+    "added at": lambda a, i: jnp.zeros_like(a).at[i.reshape(-1)[: len(a)] % len(a)].add(a),
+    "one hot": lambda a, i: a[..., None] * jax.nn.one_hot(i, 3)[..., None, :],
+    "segment max": lambda a, i: jax.ops.segment_max(a, i % 4, 4)[i % 4],
+    "sliced at": lambda a, i: lax.dynamic_slice_in_dim(a, i.reshape(-1)[0] % 2, 2),
+    "by bins": lambda a, i: jnp.bincount(i.reshape(-1) % 4, length=4)[i % 4][..., None] * a,
     "times": lambda a, i: a * i,
 }
 
