@@ -84,7 +84,10 @@ MODELS = {
     "mixtral-window": ("Mixtral", GROUPED | {"num_local_experts": 4, "sliding_window": 5}),
     "qwen3-moe-window": (
         "Qwen3Moe",
-        GROUPED | EXPERTS | {"moe_intermediate_size": 16, "use_sliding_window": True, "sliding_window": 5},
+        GROUPED
+        | EXPERTS
+        | {"moe_intermediate_size": 16, "head_dim": 8}
+        | {"use_sliding_window": True, "sliding_window": 5},
     ),
     "olmoe": ("Olmoe", GROUPED | EXPERTS),
     "bloom": ("Bloom", BLOOM),

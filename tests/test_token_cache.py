@@ -1,6 +1,7 @@
 """Files tokenised once: what an example may be, what is learned of it, what is refused and where, and the cache's safety."""
 
 import errno
+import json
 import os
 import shutil
 import stat
@@ -364,6 +365,28 @@ def test_an_answer_of_weight_0_is_not_learned_and_calls_of_tools_need_no_content
         )
     file = write_lines(tmp_path / "d.jsonl", said("a", content=None, tool_calls=[{"id": "b"}]))
     assert tokenise([file], WordTokenizer(), tmp_path / "cache").remarks == ()
+
+
+def test_tools_beside_messages_are_given_to_a_template_that_writes_them(tmp_path):
+    tools = [{"name": "add"}, {"name": "divide"}]
+    rows = [
+        said("a", content="b") | {"tools": each} for each in (tools, json.dumps(tools), [], None)
+    ]
+    rows.append({"prompt": said("a", content="b")["messages"][:1]})
+    rows[-1] |= {"completion": said("a", content="b")["messages"][1:], "tools": tools}
+    found = tokenise(
+        [write_lines(tmp_path / "a.jsonl", *rows)], WordTokenizer(), tmp_path / "cache"
+    )
+    documents = [list(found.documents.tokens_of(i)[:2]) for i in range(len(found.documents))]
+    with_tools = [word("add"), word("divide")]
+    assert [each == with_tools for each in documents] == [True, True, False, False, True]
+    assert found.ignored == ()
+    for wrong in ("add", [1], {"name": "add"}):
+        file = write_lines(tmp_path / "b.jsonl", said("a", content="b") | {"tools": wrong})
+        with pytest.raises(ValueError, match=r'"tools" must be a list of objects, or a string'):
+            documents_of(file, tmp_path / "cache")
+    file = write_lines(tmp_path / "c.jsonl", {"prompt": "a ", "completion": "b", "tools": tools})
+    assert tokenise([file], WordTokenizer(), tmp_path / "cache").ignored == ("tools",)
 
 
 # The split.

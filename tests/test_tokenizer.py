@@ -142,6 +142,17 @@ def test_a_template_uses_the_fields_of_messages_that_it_names(tmp_path):
     assert not read_tokenizer(write_tokenizer(tmp_path / "b", template=None)).uses("tool_calls")
 
 
+def test_a_template_writes_the_tools_that_it_is_given(tmp_path):
+    writes = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+    tokenizer = read_tokenizer(write_tokenizer(tmp_path / "model", template=writes))
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    text, spans = tokenizer.render(CHAT[:3], tools=tools)
+    plain, of_plain = tokenizer.render(CHAT[:3])
+    begins = json.dumps(tools)
+    assert text == begins + plain
+    assert spans == tuple((a + len(begins), b + len(begins)) for a, b in of_plain)
+
+
 def test_a_template_that_forgets_is_refused_for_more_than_one_answer(tmp_path):
     own = read_tokenizer(write_tokenizer(tmp_path / "model", template=FORGETFUL))
     text, [(start, end)] = own.render(CHAT[:3])

@@ -41,7 +41,7 @@ from jaxpar.runtime.output import FULL, fsync, printable, refusing
 FORMAT = "jaxpar tokens 2"
 MANIFEST, TOKENS, LEARNED, DOCUMENTS = "manifest.json", "tokens.bin", "learned.bin", "documents.npy"
 END, FILE, LINE, CHECKSUM = range(4)  # the columns of documents.npy
-LOOKED_FOR = 4  # raised when examples are looked through for more: caches whose remarks lack it are made again
+LOOKED_FOR = 5  # raised when examples are looked through for more: caches whose remarks lack it are made again
 PASSAGES_AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**23  # that are tokenised at once, whichever is fewer
 
 

@@ -11,7 +11,9 @@ Other fields are ignored, and named by ``ignored``. A .json, .csv or .tsv withou
 """
 
 import codecs
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,7 +118,8 @@ class Examples:
         self.ignored.update(ignored)
         if "messages" in example:
             self.is_chat = True
-            text, learned = self._conversation(example["messages"], place)
+            tools = self._tools(example.get("tools"))
+            text, learned = self._conversation(example["messages"], tools, place)
             return Passage(
                 _checked(text, "messages"),
                 learned,
@@ -133,8 +136,15 @@ class Examples:
         learned = None if "text" in example else ((start, start + len(texts[1])),)
         return Passage("".join(texts), learned, begins=True, ends=True, is_marked=True, place=place)
 
+    def _tools(self, given: Any) -> list[Any] | None:
+        """Returns the tools that an example lists, for a template that writes them."""
+        if given is not None and not self.tokenizer.uses("tools"):
+            self.ignored.add("tools")
+            return None
+        return check_tools(given)
+
     def _conversation(
-        self, given: Any, place: tuple[int, int]
+        self, given: Any, tools: list[Any] | None, place: tuple[int, int]
     ) -> tuple[str, tuple[tuple[int, int], ...]]:
         """Returns the text of messages, and the spans that are learned."""
         uses, takes_calls = self.tokenizer.uses, self.tokenizer.uses("tool_calls")
@@ -150,7 +160,7 @@ class Examples:
             {what for message in messages for what in _odd(message, takes_calls=takes_calls)}, place
         )
         self._note(self._special_in([message["content"] for message in messages]), place)
-        text, spans = self.tokenizer.render(messages)
+        text, spans = self.tokenizer.render(messages, tools=tools)
         self._note(_left_out(messages, text), place)
         answers = [
             w
@@ -360,6 +370,25 @@ def check_messages(messages: Any, *, takes_calls: bool = False) -> list[dict[str
             "remove the example."
         )
     return found
+
+
+def check_tools(tools: Any) -> list[Any] | None:
+    """Returns the tools of a conversation; None if there are none.
+
+    Raises:
+        ValueError: They are no list of objects, nor the JSON of one.
+    """
+    found = tools
+    if isinstance(tools, str):
+        with suppress(ValueError):
+            found = json.loads(tools)
+    if found is not None and not (
+        isinstance(found, list) and all(isinstance(each, Mapping) for each in found)
+    ):
+        raise ValueError(
+            f'"tools" must be a list of objects, or a string with the JSON of one; got {fields.shown(tools)}. Correct it.'
+        )
+    return found or None
 
 
 def _content(message: Mapping[str, Any]) -> str:

@@ -73,6 +73,8 @@ def as_learned(
 ) -> tuple[dict[str, Any], set[str]]:
     """Returns an example in one of the first three forms, and the names of its fields that are not used.
 
+    Messages have their ``tools`` beside them.
+
     Args:
         example: The fields.
         has_chat_template: Whether the tokenizer can render messages.
@@ -80,6 +82,15 @@ def as_learned(
     Raises:
         ValueError: It is of no form, or a message is of an unknown speaker.
     """
+    found, ignored = _as_learned(example, has_chat_template=has_chat_template)
+    if "messages" not in found:
+        return found, ignored
+    return found | {"tools": example.get("tools")}, ignored - {"tools"}
+
+
+def _as_learned(
+    example: Mapping[str, Any], *, has_chat_template: bool
+) -> tuple[dict[str, Any], set[str]]:
     kind = kind_of(example)
     given = {name: value for name, value in example.items() if value is not None}
     ignored = set(example) - set(kind)

@@ -371,9 +371,9 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def render(
-        self, messages: Sequence[Mapping[str, Any]]
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None
     ) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """Returns a conversation as text, and the spans of what the assistant says."""
+        """Returns a conversation as text, with the tools that the model may call, and the spans of what the assistant says."""
 
     def uses(self, name: str) -> bool:
         """Returns whether ``render`` may write a field of this name of a message, besides role and content."""
@@ -427,10 +427,10 @@ class ByteTokenizer(Tokenizer):
         return bytes(np.asarray(tokens, np.uint8)).decode(errors="replace")
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]]
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None
     ) -> tuple[str, tuple[tuple[int, int], ...]]:
         """Raises: bytes have no chat template."""
-        del messages
+        del messages, tools
         raise ValueError(
             "messages need a tokenizer with a chat template; got a model of bytes. Give prompt and completion, or name a "
             "model's folder by --init-from or --tokenizer."

@@ -15,8 +15,9 @@ a template that calls it is refused.
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -168,12 +169,17 @@ class FolderTokenizer(Tokenizer):
         return set(self._written.findall(text))
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, ask: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] | None = None,
+        ask: bool = False,
     ) -> tuple[str, Spans]:
         """Returns a conversation as text by the chat template, and the spans of characters that the assistant says.
 
         Args:
             messages: Objects with ``role`` and ``content``.
+            tools: The tools that the model may call, for a template that writes them.
             ask: Whether the text is to end with the beginning of an answer, for a model to go on; there are no spans then.
 
         Raises:
@@ -187,24 +193,31 @@ class FolderTokenizer(Tokenizer):
             raise ValueError(
                 "messages must have no noncharacters of Unicode; got U+FDD0 or U+FDD1. Remove them."
             )
-        text = self._text(messages, ask=ask)
+        text_of = partial(self._text, tools)
+        text = text_of(messages, ask=ask)
         if ask:
             return text.replace(BEGIN, "").replace(END, ""), ()
         return (
             _split_marked(text)
             if self._marks_answers
-            else (text, self._added_by_assistant(messages, text))
+            else (text, self._added_by_assistant(messages, text, text_of))
         )
 
     def uses(self, name: str) -> bool:
         """Returns whether the chat template has this name, and so may write such a field of a message."""
         return name in self._names
 
-    def _text(self, messages: Sequence[Mapping[str, Any]], *, ask: bool) -> str:
+    def _text(
+        self,
+        tools: Sequence[Any] | None,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        ask: bool,
+    ) -> str:
         given = {
             "messages": list(messages),
             "add_generation_prompt": ask,
-            "tools": None,
+            "tools": tools,
             "documents": None,
         }
         rule = "a conversation must be one that the model's chat template takes"
@@ -223,15 +236,20 @@ class FolderTokenizer(Tokenizer):
                 '"26 Jul 2024".'
             ) from error
 
-    def _added_by_assistant(self, messages: Sequence[Mapping[str, Any]], whole: str) -> Spans:
+    def _added_by_assistant(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        whole: str,
+        text_of: Callable[..., str],
+    ) -> Spans:
         spans = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._text(messages[:i], ask=True)
-            after = whole if i + 1 == len(messages) else self._text(messages[: i + 1], ask=False)
+            before = text_of(messages[:i], ask=True)
+            after = whole if i + 1 == len(messages) else text_of(messages[: i + 1], ask=False)
             if not after.startswith(before):
-                raise ValueError(self._other_beginning(messages[: i + 1], before, after))
+                raise ValueError(self._other_beginning(messages[: i + 1], before, after, text_of))
             if not whole.startswith(after):
                 got, instead = _where_they_part(after, whole)
                 raise ValueError(
@@ -244,13 +262,15 @@ class FolderTokenizer(Tokenizer):
         return tuple(spans)
 
     def _other_beginning(
-        self, messages: Sequence[Mapping[str, Any]], prompt: str, text: str
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        prompt: str,
+        text: str,
+        text_of: Callable[..., str],
     ) -> str:
         """Returns the error where the last message, an answer, does not begin as the prompt for it ends."""
         *others, answer = messages
-        with_content = lambda content: self._text(
-            [*others, {**answer, "content": content}], ask=False
-        )
+        with_content = lambda content: text_of([*others, {**answer, "content": content}], ask=False)
         remedies = [MARK, "or give prompt and completion as texts"]
         with suppress(ValueError):  # the template may refuse these contents
             header = with_content(BEGIN).partition(BEGIN)[0]

@@ -46,8 +46,8 @@ class WordTokenizer:
             )
         return found
 
-    def render(self, messages):
-        text, spans = "", []
+    def render(self, messages, *, tools=None):
+        text, spans = "".join(f"{tool['name']} " for tool in tools or ()), []
         for message in messages:
             text += f"{message['role']}: "
             if message["role"] == "assistant":
@@ -56,7 +56,7 @@ class WordTokenizer:
         return text, tuple(spans)
 
     def uses(self, name):
-        return name == "tool_calls"
+        return name in ("tool_calls", "tools")
 
     def special_in(self, text):
         return {word for word in text.split() if word.startswith("<|")}
