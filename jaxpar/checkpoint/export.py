@@ -19,7 +19,7 @@ from jaxpar.layered_model import is_layered
 from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.runtime.coordination import exchange
 from jaxpar.runtime.output import needing_extra, write_atomically
-from jaxpar.sharding import fetch, path_string
+from jaxpar.sharding import check_paths, fetch, path_string
 
 
 def export_safetensors(
@@ -42,11 +42,13 @@ def export_safetensors(
     Raises:
         FileExistsError: ``path`` exists.
         TypeError: The params are packed and no layout is given, or the other way round.
+        ValueError: Two params have the same path.
         ImportError: safetensors is not installed.
     """
     save_file, path = load_save_file(), Path(path)
     _check_free(path)
     open_params(params, layout)  # raises, before anything is fetched
+    check_paths([path_string(where) for where, _ in jax.tree_util.tree_leaves_with_path(params)])
     leaves = jax.tree_util.tree_leaves_with_path(_canonical(fetch(params), layout))
     tensors = {
         path_string(where): np.ascontiguousarray(leaf).reshape(np.shape(leaf))
