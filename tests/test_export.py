@@ -100,6 +100,6 @@ def test_without_safetensors_the_extra_is_named(tmp_path, monkeypatch):
 
 def test_two_params_of_one_path_are_not_written_as_one(tmp_path):
     params = {"a/b": np.zeros(1), "a": {"b": np.ones(1)}}
-    with pytest.raises(ValueError, match="must have a path of its own, .* got a/b for two"):
+    with pytest.raises(ValueError, match=r"must have a path of its own, .* got a/b for two"):
         export_safetensors(tmp_path / "x", params)
     assert not (tmp_path / "x").exists()

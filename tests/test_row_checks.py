@@ -1041,6 +1041,10 @@ SENT = {
         )[..., 0],
         "it depends on the place of a position in its device",
     ),
+    "numbered as those of a device": (
+        lambda h: (gather_sequence(h) * places(8)[None, :, None]).mean(1, keepdims=True),
+        "it numbers positions as those of a device, and others than it has, where jnp.arange numbers all",
+    ),
 }
 
 

@@ -447,6 +447,33 @@ def test_a_sum_with_a_derivative_of_its_own_that_mixes_rows_is_in_doubt():
     assert "derivative mixes rows" in str(found.why)
 
 
+def of_a_param(backward):
+    function = jax.custom_vjp(lambda p: 1 * p)
+    function.defvjp(lambda p: (1 * p, p), lambda p, ct: (backward(ct, p),))
+    return lambda p, h, y, t: h * function(p)[None, None]
+
+
+OF_PARAMS = {
+    "scaled": (lambda ct, p: 0.1 * ct, ""),
+    "by the param": (lambda ct, p: ct * jax.nn.sigmoid(p), ""),
+    "added up": (lambda ct, p: jnp.flip(jnp.cumsum(ct)), ""),
+    "none": (lambda ct, p: jnp.zeros_like(ct), ""),
+    "clipped": (lambda ct, p: jnp.clip(ct, -1, 1), "it makes of a sum over rows what is no sum"),
+    "a norm": (lambda ct, p: ct / jnp.linalg.norm(ct), "it makes of a sum over rows what is no"),
+    "decay": (lambda ct, p: ct + 0.01 * p, "it adds to a sum over rows what is none"),
+    "a constant": (lambda ct, p: jnp.ones_like(ct), "the gradient of what depends on no row"),
+    "a new value": (lambda ct, p: p + 1, "the gradient of what depends on no row"),
+}
+
+
+@pytest.mark.parametrize("name", OF_PARAMS)
+def test_a_gradient_of_a_param_by_its_own_derivative_is_a_sum_over_rows_or_told(name):
+    backward, why = OF_PARAMS[name]
+    (found,) = read(of_a_param(backward))
+    assert found.kind is Kind.ROWS
+    assert why in found.why.what if why else not found.why
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 # Primitives of JAX without a rule: what they make of rows is a doubt.
