@@ -80,7 +80,7 @@ def draw(panel: Any) -> tuple[tuple[float, float], tuple[float, float]]:
     )
     lines = -(-len(of_group) // 3)
     for at, (name, colour) in enumerate(zip(of_group, COLOURS, strict=True)):
-        x, y = (0.0, 3.7, 9.2)[at // lines], -0.65 - 0.42 * (at % lines)
+        x, y = (0.0, 3.5, 10.2)[at // lines], -0.65 - 0.42 * (at % lines)
         panel.add_patch(Rectangle((x, y), 0.28, 0.28, color=colour))
         panel.text(x + 0.4, y + 0.13, name, va="center", size=9.5)
     return (-0.9, width + 0.3), (-0.75 - 0.42 * lines, bottom + BOX + 0.1)
