@@ -474,6 +474,19 @@ def test_a_gradient_of_a_param_by_its_own_derivative_is_a_sum_over_rows_or_told(
     assert why in found.why.what if why else not found.why
 
 
+def test_a_doubt_about_a_param_goes_through_branches_and_loops():
+    clip = jax.custom_vjp(lambda p: 1 * p)
+    clip.defvjp(lambda p: (1 * p, None), lambda _, ct: (jnp.clip(ct, -1, 1),))
+    ways = {
+        "cond": lambda p: jax.lax.cond(p[0] > 0, clip, lambda p: p, p),
+        "scan": lambda p: jax.lax.scan(lambda c, _: (clip(c), None), p, length=2)[0],
+        "while": lambda p: jax.lax.while_loop(lambda c: c[0] > 9, clip, p),
+    }
+    for name, way in ways.items():
+        (found,) = read(lambda p, h, y, t, way=way: h * way(p)[None, None])
+        assert "its own derivative mixes rows" in found.why.what, name
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 # Primitives of JAX without a rule: what they make of rows is a doubt.

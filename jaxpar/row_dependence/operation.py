@@ -168,6 +168,7 @@ class Operation:
             place=place,
             is_bound=any(v.is_bound for v in given),
             assumed=first_assumed(given),
+            why=carried_on(first_why(given)),
         )
 
     def rows_at(
