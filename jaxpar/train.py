@@ -93,7 +93,11 @@ def init_state(
     assert isinstance(mesh, Parallel), "made of a mesh and its settings"
     abstract = abstract_state(init_fn, key, optimizer, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    return jax.jit(_init(init_fn, optimizer, mesh.trainable), out_shardings=shardings)(key)
+    init = jax.jit(_init(init_fn, optimizer, mesh.trainable), out_shardings=shardings)
+    with jax.disable_jit(
+        False
+    ):  # it places each shard, also for a step that is debugged without jax.jit
+        return init(key)
 
 
 def _init(

@@ -369,6 +369,39 @@ def test_rows_that_are_treated_by_their_places_are_a_doubt_with_its_line(name):
     assert "test_row_dependence.py" in str(found.why)
 
 
+OF_ITSELF = {
+    "read": lambda h, n: h[jnp.arange(n)],
+    "read from the end": lambda h, n: h[jnp.arange(n) - n],
+    "read with an element": lambda h, n: h[jnp.arange(n)[:, None], jnp.arange(5)[None]],
+    "written": lambda h, n: h.at[jnp.arange(n)].multiply(2),
+    "added up": lambda h, n: jax.ops.segment_sum(h, jnp.arange(n), n),
+}
+OF_OTHERS = {
+    "the next": lambda h, n: h[(jnp.arange(n) + 1) % n],
+    "the last first": lambda h, n: h[jnp.flip(jnp.arange(n))],
+    "twice each": lambda h, n: h[jnp.arange(n) // 2],
+    "up to a number": lambda h, n: h[jnp.minimum(jnp.arange(n), 2)],
+    "a half": lambda h, n: h[jnp.arange(n // 2)],
+    "every other written": lambda h, n: h.at[::2].multiply(2),
+    "a half written": lambda h, n: h.at[jnp.arange(n // 2)].set(0),
+    "the next written": lambda h, n: h.at[(jnp.arange(n) + 1) % n].add(h),
+    "pairs added up": lambda h, n: jax.ops.segment_sum(h, jnp.arange(n) // 2, n),
+}
+
+
+@pytest.mark.parametrize("name", OF_ITSELF)
+def test_a_row_may_be_read_and_written_at_its_own_index(name):
+    (found,) = read(lambda p, h, y, t: OF_ITSELF[name](h, len(h)))
+    assert found.kind is Kind.ROWS
+    assert not found.why
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_rows_at_the_indices_of_others_are_mixed_or_a_doubt(name):
+    (found,) = read(lambda p, h, y, t: OF_OTHERS[name](h, len(h)))
+    assert found.kind is Kind.MIXED or found.why
+
+
 def test_numbers_that_are_written_into_some_rows_are_a_doubt():
     write = lambda p, h, y, t: jax.lax.dynamic_update_slice(h, jnp.zeros((1, 5, 6)), (0, 0, 0))
     (found,) = read(write)

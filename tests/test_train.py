@@ -114,6 +114,13 @@ def test_first_values_do_not_depend_on_the_mesh(first_state):
     assert_same_bits(copy_of(first_state), copy_of(alone))
 
 
+def test_a_state_is_placed_where_programs_are_not_compiled(mesh, first_state):
+    with jax.disable_jit():
+        placed = make_state(mesh)
+    for got, want in zip(jax.tree.leaves(placed), jax.tree.leaves(first_state), strict=True):
+        assert got.sharding.is_equivalent_to(want.sharding, got.ndim)
+
+
 def test_a_factored_state_is_cut_along_the_dims_that_it_keeps(mesh):
     optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=4)
     state = abstract_state(

@@ -210,7 +210,7 @@ class Plan:
 def why_best(best: Plan, others: Sequence[Plan]) -> str:
     """Returns why a plan is the best: its lead over the next one."""
     if not others:
-        return "the only mesh that fits"
+        return "the only mesh with these settings that fits"
     ahead = others[0].step_seconds / best.step_seconds - 1
     return (
         "as fast as the next"

@@ -98,10 +98,7 @@ def added(op: Operation, given: Values) -> Value:
     if subtracts and is_maximum and a.kind is Kind.ROWS:
         bound = Value(assumed=op.told(_CANCELS))
         return op.rows_at([a, bound], a.span, a.growth)
-    made = joined(op, given, adds=True)
-    if subtracts and made.place:
-        return replace(made, place=Place.OTHER)
-    return made
+    return joined(op, given, adds=True)
 
 
 def joined(

@@ -1,5 +1,6 @@
 """The rules of products of matrices, of convolutions, and of reads and writes at indices."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxpar.row_dependence.dims import sliced
@@ -230,12 +231,18 @@ def _gathered_rows(op: Operation, x: Value, index: Value) -> Value:
     """Of rows at indices: each row at its own index is what it was."""
     span = x.rows
     is_plain = span == Span(span.first, span.first)
-    if is_plain and index.place is Place.INDEX:
+    if is_plain and index.place is Place.INDEX and _has_each(op, [span.first]):
         made = op.unknown([replace(x, span=None)])
         return replace(made, why=x.why or index.why)
     if index.is_free:
-        return op.mixed([x, index], "it reads one row")
+        what = "it reads rows at other places" if index.place else "it reads one row"
+        return op.mixed([x, index], what)
     return op.unknown([x, index], op.told(MOVED))
+
+
+def _has_each(op: Operation, dims: Sequence[int]) -> bool:
+    """Whether there are as many indices as the operand has rows, along these dims."""
+    return op.sizes_in(1, op.varying_in(1)) == op.sizes_in(0, dims)
 
 
 def _gathered_in_rows(op: Operation, x: Value, index: Value) -> Value:
@@ -277,6 +284,8 @@ def scattered(op: Operation, given: Values) -> Value:
     by_index = set(dims) & set(numbers.scatter_dims_to_operand_dims)
     if by_index and index.place is not Place.INDEX:
         return op.unknown(given, op.told(PUT_IN_ORDER))
+    if by_index and not _has_each(op, sorted(by_index)):
+        return op.unknown(given, op.told("it writes some rows"))
     if updates.kind is Kind.SUM:
         return joined(op, [x, updates])
     few, _ = op.out_shapes()

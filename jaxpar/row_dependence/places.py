@@ -5,7 +5,8 @@
     jnp.pad(w, (0, len(h) - 3))     the first entries are others than the last
     jnp.cumsum(jnp.ones(len(h)))    what is added up has as many terms as the place says
 
-Copies of one number are none of these: ``jnp.ones(9)[: len(h)]`` is the same at all places.
+Copies of one number are none of these: ``jnp.ones(9)[: len(h)]`` is the same at all places. A function of the indices of rows,
+such as ``(jnp.arange(len(h)) + 1) % len(h)``, is no longer the index of each row, by which a row reads itself.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -36,6 +37,7 @@ class _Makes(NamedTuple):
 
 def placed(op: Operation, given: Values, made: Sequence[Value]) -> list[Value]:
     """Returns the results of an operation on values without rows: those that now depend on places say so."""
+    made = _no_longer_indices(op, given, made)
     makes = _BY_NAME.get(op.name)
     if makes is None or _are_copies(makes, given):
         return list(made)
@@ -50,6 +52,24 @@ def placed(op: Operation, given: Values, made: Sequence[Value]) -> list[Value]:
         by_place = replace(value, growth=growth, place=Place.OTHER)
         results.append(by_place if differs and is_new else value)
     return results
+
+
+def _no_longer_indices(op: Operation, given: Values, made: Sequence[Value]) -> list[Value]:
+    """Returns the results, which are the index of each row only where the operation leaves an index what it was."""
+    had_indices = any(value.place is Place.INDEX for value in given)
+    if not had_indices or op.name in _KEEP_INDICES or _counts_from_the_end(op, given):
+        return list(made)
+    other = lambda value: replace(value, place=Place.OTHER) if value.place else value
+    return list(map(other, made))
+
+
+def _counts_from_the_end(op: Operation, given: Values) -> bool:
+    """Whether it adds to indices their number, or subtracts it: an index below 0 counts from the end."""
+    if op.name not in ("add", "sub") or len(op.varying_out()) != 1:
+        return False
+    dim = op.varying_out()[0]
+    sizes = tuple(shape[dim] for shape in op.out_shapes())
+    return any(value.number == sizes for value in given)
 
 
 def _are_copies(makes: _Makes, given: Values) -> bool:
@@ -106,6 +126,18 @@ def _windows(op: Operation) -> Dims:
     return [dim for dim, size in enumerate(sizes) if size > 1]
 
 
+_KEEP_INDICES = frozenset(
+    (
+        *(
+            "broadcast_in_dim",
+            "concatenate",
+            "convert_element_type",
+            "copy",
+            "optimization_barrier",
+        ),
+        *("reshape", "select_n", "sharding_constraint", "squeeze", "stop_gradient", "transpose"),
+    )
+)
 _ALL_BUT_INDEX = slice(0, 3, 2)
 _TABLE = (
     _Makes("slice dynamic_slice split", _made_longer),

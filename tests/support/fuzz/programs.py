@@ -112,6 +112,11 @@ def _in_order_and_back(a: jax.Array, dim: int) -> jax.Array:
     )
 
 
+def _front(function: Callable, a: jax.Array, dim: int) -> jax.Array:
+    """Applies a function along the first dim to another one."""
+    return jnp.moveaxis(function(jnp.moveaxis(a, dim, 0)), 0, dim)
+
+
 def _shifted(a: jax.Array, dim: int) -> jax.Array:
     widths = [(1, 0) if d == dim else (0, 0) for d in range(a.ndim)]
     return lax.slice_in_dim(jnp.pad(a, widths), 0, a.shape[dim], axis=dim)
@@ -186,6 +191,22 @@ ALONG: Mapping[str, Callable] = {
         (a - a.mean(dim, keepdims=True)) / jnp.sqrt(1 + a.var(dim, keepdims=True))
     ),
     "lower triangle": lambda a, dim: jnp.tril(jnp.moveaxis(a, dim, -1)),
+    "the next": lambda a, dim: jnp.take(a, (jnp.arange(a.shape[dim]) + 1) % a.shape[dim], axis=dim),
+    "itself": lambda a, dim: jnp.take(a, jnp.arange(a.shape[dim]), axis=dim),
+    "twice each": lambda a, dim: jnp.take(a, jnp.arange(a.shape[dim]) // 2, axis=dim),
+    "every other doubled": lambda a, dim: _front(lambda x: x.at[::2].multiply(2), a, dim),
+    "a half doubled": lambda a, dim: _front(
+        lambda x: x.at[jnp.arange(len(x) // 2)].multiply(2), a, dim
+    ),
+    "the next added": lambda a, dim: _front(
+        lambda x: x.at[(jnp.arange(len(x)) + 1) % len(x)].add(x), a, dim
+    ),
+    "pairs added up": lambda a, dim: _front(
+        lambda x: jax.ops.segment_sum(x, jnp.arange(len(x)) // 2, len(x)), a, dim
+    ),
+    "turned by a matrix": lambda a, dim: _front(
+        lambda x: jnp.tensordot(jnp.roll(jnp.eye(len(x)), 1, 0), x, 1), a, dim
+    ),
     "map": lambda a, dim: lax.map(jnp.sin, jnp.moveaxis(a, dim, 0)),
     "while of each": _halved_until_small,
     "of each by vmap": lambda a, dim: jax.vmap(lambda x: x / (1 + jnp.vdot(x, x)), dim, dim)(a),
