@@ -136,10 +136,18 @@ def gather_sequence(x: Shaped[Array, "batch seq *dims"]) -> Shaped[Array, "batch
 
     **Collectives**: over ``context`` an all-gather, and a reduce-scatter of the gradient. ``value_and_grad`` does not store
     the whole: the backward pass gathers again.
+
+    Raises:
+        ValueError: The array has an odd number along dim 1.
     """
     parts = num_parts()
     if parts == 1:
         return x
+    if x.shape[1] % 2:
+        raise ValueError(
+            f"gather_sequence takes an array of the positions of a device, which are two chunks; got {x.shape}, with an odd "
+            "number along dim 1. Gather first and reduce then, or add up by sum_over_sequence."
+        )
     gather = lambda x: lax.all_gather(x, CONTEXT, axis=1, tiled=True)
     sent = x.astype(_reduced_in(x.dtype))
     whole = _on_shards(gather, sent).astype(x.dtype)

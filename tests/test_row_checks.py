@@ -1073,6 +1073,28 @@ def test_a_pooled_mean_that_is_not_divided_by_the_number_of_devices_is_told(is_d
         check_positions(pooled, loss, GATHERED, SEQUENCES, abstract_mesh(context=2))
 
 
+@pytest.mark.parametrize("stops_before", [True, False])
+def test_a_maximum_of_the_sequence_cancels_wherever_its_gradient_is_stopped(stops_before):
+    stop = jax.lax.stop_gradient
+
+    def change(h):
+        own = h.max(1, keepdims=True)
+        highest = max_over_sequence(stop(own)) if stops_before else stop(max_over_sequence(own))
+        weights = jnp.exp(h - highest)
+        return weights / sum_over_sequence(weights.sum(1, keepdims=True))
+
+    model = gathering(change=change)
+    check_positions(model, OF_TOKENS, GATHERED, SEQUENCES, abstract_mesh(context=2))
+
+
+def test_an_odd_number_of_positions_is_no_part_of_a_sequence():
+    change = lambda h: h + gather_sequence(h.mean(1, keepdims=True)).mean(1, keepdims=True)
+    mesh = jaxpar.make_mesh(context=2, devices=jax.devices()[:2])
+    step = jaxpar.value_and_grad(gathering(change=change), OF_TOKENS, mesh)
+    with pytest.raises(ValueError, match=r"which are two chunks; got \(.*, 1, .*\), with an odd"):
+        jax.eval_shape(step, GATHERED, SEQUENCES)
+
+
 @pytest.mark.parametrize("is_of_all", [True, False], ids=["of the sequence", "of a device"])
 def test_a_maximum_of_one_device_that_sums_over_devices_do_not_cancel_is_told(is_of_all):
     """Of a softmax over the sequence: the sums of devices that take off other maxima do not belong together."""

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar._compat import COND_COPIES_ON_GPU, has_known_trips, has_side_effects, with_inner
+from jaxpar.fields import arg
 from jaxpar.mesh import STAGE
 
 Mask = jax.Array | bool  # True: known to be on when the step is traced
@@ -133,7 +134,8 @@ def check_permutes(compiled: jax.stages.Compiled) -> None:
         raise ValueError(
             "where stages skip the ops of others, a layer, head or loss must not slice, split, pad or flip a dim that is cut "
             "over tensor, by a rule or by XLA: the devices would exchange the parts in a permutation that other stages never "
-            f"join, and the step would not end; got {', '.join(sorted(stuck))}. Use schedule gpipe, 1f1b or interleaved with "
-            'as many layers on each stage and mask_idle_ops="auto", which skip none; or cut another dim over tensor, such as '
-            'heads of a fused projection [embed, 3, heads] rather than [embed, 3 * heads]; or use executor="mpmd".'
+            f"join, and the step would not end; got {', '.join(sorted(stuck))}. Use {arg('schedule')} gpipe, 1f1b or "
+            f"interleaved with as many layers on each stage and {arg(mask_idle_ops='auto')}, which skip none; or do without "
+            f"{arg('sequence_parallel')}; or cut another dim over tensor, such as heads of a fused projection "
+            f"[embed, 3, heads] rather than [embed, 3 * heads]; or use {arg(executor='mpmd')}."
         )

@@ -56,10 +56,10 @@ def largest(op: Operation, given: Values) -> list[Value]:
 
 
 def _largest_of_devices(op: Operation, value: Value, at: int) -> Value:
+    if value.is_bound:  # of the whole sequence: it cancels wherever one device's may not
+        return Value(why=value.why if value.is_free else NONE)
     if value.is_free:
         return _without_places(op, value)
-    if value.is_bound:
-        return Value()
     if value.kind is Kind.SUM:
         why = value.why or op.told("it takes the largest of what each device has added up")
         return replace(_NOT_KNOWN, why=why)
