@@ -12,18 +12,23 @@ what they have, is a doubt.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
+from jaxpar._compat import source_line
 from jaxpar.row_dependence.elements import elementwise
-from jaxpar.row_dependence.operation import Operation, carried_on, span_of_shape
+from jaxpar.row_dependence.operation import LIBRARY, Operation, carried_on, span_of_shape
 from jaxpar.row_dependence.values import (
     BY_PART,
     NONE,
     NOT_KNOWN,
+    OF_DEVICES,
     Kind,
     Place,
+    Reason,
     Value,
     Values,
+    first_why,
     product_of_growths,
 )
 
@@ -140,3 +145,30 @@ def sent(op: Operation, given: Values) -> list[Value]:
         return [Value()] * count
     why = op.told(NOT_KNOWN)
     return [op.unknown(given, why, at) for at in range(count)]
+
+
+def own_rows(op: Operation) -> Value:
+    """Of a function that numbers a device's rows: it is in doubt if it numbers others than it has."""
+    line = source_line(op.few, outside=LIBRARY)
+    what = (
+        "it numbers rows as those of a device, and others than it has, where jnp.arange numbers all"
+    )
+    why = Reason(what, "a call", line)
+    return op.unknown([_NOT_KNOWN], NONE if op.varying_out() else why)
+
+
+def in_doubt_by_devices(op: Operation, given: Values, made: Sequence[Value]) -> list[Value]:
+    """Returns results with what is in doubt about values that all devices share.
+
+    That is what they joined in another order, and what does not grow as the number of devices does: ``tanh`` of a sum over
+    devices of a mean of each.
+    """
+    are_shared = all(value.is_free for value in given)
+    why = carried_on(first_why(given)) if are_shared else NONE
+    grows = bool(op.axis) and any(v.is_free and v.growth not in (1, None) for v in given)
+    results = []
+    for at, value in enumerate(made):
+        is_lost = grows and value.growth is None and op.is_float(at)
+        told = why or (op.told(OF_DEVICES) if is_lost else NONE)
+        results.append(replace(value, why=value.why or told) if told else value)
+    return results

@@ -18,6 +18,7 @@ from jaxpar._compat import (
     scan_counts,
     source_line,
 )
+from jaxpar.row_dependence.collectives import in_doubt_by_devices, own_rows
 from jaxpar.row_dependence.constants import of_constant
 from jaxpar.row_dependence.elements import (
     chosen,
@@ -26,7 +27,7 @@ from jaxpar.row_dependence.elements import (
 )
 from jaxpar.row_dependence.gradient import in_doubt_by_gradient
 from jaxpar.row_dependence.mark import is_of_own_rows, is_row_wise
-from jaxpar.row_dependence.operation import LIBRARY, Operation, carried_on
+from jaxpar.row_dependence.operation import Operation
 from jaxpar.row_dependence.places import placed
 from jaxpar.row_dependence.rules import (
     DRAWS,
@@ -37,7 +38,6 @@ from jaxpar.row_dependence.rules import (
 from jaxpar.row_dependence.values import (
     NONE,
     NOT_KNOWN,
-    OF_DEVICES,
     OTHER_PROGRAM,
     ZERO,
     Kind,
@@ -45,7 +45,6 @@ from jaxpar.row_dependence.values import (
     Reason,
     Value,
     Values,
-    first_why,
     of_number,
 )
 
@@ -163,7 +162,7 @@ class Reader:
         if is_row_wise(op.few):
             return [op.unknown(given, NONE, at) for at in outputs]
         if op.axis and is_of_own_rows(op.few):
-            return [_of_own_rows(op)]
+            return [own_rows(op)]
         if (inner := inlined(op.few)) is not None:
             inside = replace(self, caller=op.line)
             made = inside.read(inner, inlined(op.many), given)
@@ -187,7 +186,7 @@ class Reader:
         except Exception:  # no rule, or a form of an operation that its rule does not know
             return [op.unknown(given, op.told(NOT_KNOWN), at) for at in outputs]
         made = made if isinstance(made, list) else [made for _ in outputs]
-        return _as_doubtful(op, given, placed(op, given, made))
+        return in_doubt_by_devices(op, given, placed(op, given, made))
 
     # Calls and branches -----------------------------------------------------------------------
 
@@ -446,33 +445,6 @@ def _stacked_over_trips(
             last=value.span.last + 1,
         ),
     )
-
-
-def _as_doubtful(op: Operation, given: Values, made: Results) -> Results:
-    """Returns results with what is in doubt about values that all devices share.
-
-    That is what they joined in another order, and what does not grow as the number of devices does: ``tanh`` of a sum over
-    devices of a mean of each.
-    """
-    are_shared = all(value.is_free for value in given)
-    why = carried_on(first_why(given)) if are_shared else NONE
-    grows = bool(op.axis) and any(v.is_free and v.growth not in (1, None) for v in given)
-    results = []
-    for at, value in enumerate(made):
-        is_lost = grows and value.growth is None and op.is_float(at)
-        told = why or (op.told(OF_DEVICES) if is_lost else NONE)
-        results.append(replace(value, why=value.why or told) if told else value)
-    return results
-
-
-def _of_own_rows(op: Operation) -> Value:
-    """Returns the numbers of a device's rows; they are in doubt if they are of other rows than it has."""
-    line = source_line(op.few, outside=LIBRARY)
-    what = (
-        "it numbers rows as those of a device, and others than it has, where jnp.arange numbers all"
-    )
-    why = Reason(what, "a call", line)
-    return op.unknown([Value(Kind.UNKNOWN)], NONE if op.varying_out() else why)
 
 
 def _computed(op: Operation, given: Values) -> Value:
