@@ -7,7 +7,6 @@ schedule, of the seconds for the same number of tokens. If nothing fits, the err
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -76,8 +75,11 @@ def plan(
             f"each, and no {arg('batch_size')}. Give it, over all replicas, such as {arg(batch_size=256)}; or the tokens of a "
             "row: ModelShape(tokens_per_row=...)."
         )
-    rows_of = partial(_usual_rows, shape) if batch_size is None else lambda _: batch_size
-    batch_size = rows_of(cluster)
+
+    def rows_of(cluster: Cluster) -> int:
+        return _usual_rows(shape, cluster) if batch_size is None else batch_size
+
+    rows = rows_of(cluster)
     if not 0 <= memory_headroom < 1:
         raise ValueError(
             f"{arg('memory_headroom')} must be a share of the memory, at least 0 and less than 1; got {memory_headroom}. "
@@ -86,19 +88,19 @@ def plan(
     estimator = Estimator(
         shape,
         cluster,
-        batch_size,
+        rows,
         optimizer or optax.adam(1e-4),
         executor,
         assumed,
         memory_headroom=memory_headroom,
     )
-    check_fixed(fixed, executor, batch_size, top, shape)
+    check_fixed(fixed, executor, rows, top, shape)
     # As many for any smaller number, so that the best is the same.
     plans = best_plans(estimator, fixed, max(TOP, top))
     if not plans:
         raise ValueError(why_nothing(estimator, fixed, rows_of))
     best = plans[0]
-    _check_split(shape, best.choice, batch_size)
+    _check_split(shape, best.choice, rows)
     whys = [why_best(best, plans[1:]), *(why_not(each, best) for each in plans[1:])]
     pairs = zip(plans[:top], whys, strict=False)
     return [replace(each, why=why, gains=gains_of(estimator, each.choice)) for each, why in pairs]
