@@ -384,6 +384,11 @@ OF_OTHERS = {
     "a half": lambda h, n: h[jnp.arange(n // 2)],
     "every other written": lambda h, n: h.at[::2].multiply(2),
     "a half written": lambda h, n: h.at[jnp.arange(n // 2)].set(0),
+    # Indices without a sign do not count from the end, so JAX leaves them as they are.
+    "a half, without a sign": lambda h, n: h[jnp.arange(n // 2, dtype=jnp.uint32)],
+    "a half written, without a sign": lambda h, n: h.at[jnp.arange(n // 2, dtype=jnp.uint32)].set(
+        0
+    ),
     "the next written": lambda h, n: h.at[(jnp.arange(n) + 1) % n].add(h),
     "pairs added up": lambda h, n: jax.ops.segment_sum(h, jnp.arange(n) // 2, n),
 }
