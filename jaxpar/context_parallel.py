@@ -146,7 +146,8 @@ def gather_sequence(x: Shaped[Array, "batch seq *dims"]) -> Shaped[Array, "batch
     if x.shape[1] % 2:
         raise ValueError(
             f"gather_sequence takes an array of the positions of a device, which are two chunks; got {x.shape}, with an odd "
-            "number along dim 1. Gather first and reduce then, or add up by sum_over_sequence."
+            "number along dim 1. What is of a row as a whole, such as a class token, is no position: keep it in an array of "
+            "its own, and join it to what is gathered. To reduce, gather first, or add up by sum_over_sequence."
         )
     gather = lambda x: lax.all_gather(x, CONTEXT, axis=1, tiled=True)
     sent = x.astype(_reduced_in(x.dtype))
