@@ -9,6 +9,6 @@ setup(
     package_dir={"jaxpar": "jaxpar", "jaxpar.recipes": "recipes"},
     package_data={
         "jaxpar": ["py.typed", "*.pyi", *(f"**/*.{kind}" for kind in DATA)],
-        "jaxpar.recipes": ["data/*.csv", "data/*.jsonl"],
+        "jaxpar.recipes": ["*.toml", "data/*.csv", "data/*.jsonl"],
     },
 )

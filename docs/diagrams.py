@@ -380,8 +380,7 @@ def _weight(
 def houses() -> tuple[Any, Any]:
     """The 47 sales, and the line of least squares, which descent ends at."""
     import house_prices
-
-    from jaxpar.models.least_squares import least_squares, read_table
+    from house_prices_least_squares import least_squares, read_table
 
     table = read_table(house_prices.HOUSES, ("area_ft2", "bedrooms"), "price_usd")
     return table, least_squares(table)

@@ -45,22 +45,20 @@ NUM_COLOURS = 255  # of a file, which is a third as large then
 def descent(path: Path) -> None:
     """The loss surface, and the path of a run of house_prices.py on it."""
     import house_prices
-
-    from jaxpar.models.least_squares import Standard
-    from jaxpar.report import regression
+    import house_prices_report
+    from house_prices_least_squares import Standard
 
     table, best = houses()
     with tempfile.TemporaryDirectory() as folder:
         recipe.run(house_prices.main, house_prices.Config, ["--out-dir", folder])
-        lines = regression.read_path(Path(folder), Standard.of(table), table)
-    regression.plot_surface(path, lines, best, table)
+        lines = house_prices_report.read_path(Path(folder), Standard.of(table), table)
+    house_prices_report.plot_surface(path, lines, best, table)
 
 
 def learning_rates(path: Path) -> None:
     """The error of house_prices.py under three learning rates."""
     import house_prices
-
-    from jaxpar.report import regression
+    import house_prices_report
 
     table, best = houses()
     mesh = jaxpar.make_mesh()
@@ -74,7 +72,7 @@ def learning_rates(path: Path) -> None:
         best.error(table), color="black", linestyle="--", label="least squares: the best there is"
     )
     panel.set(yscale="log", xlim=(0, 50), ylim=(5e4, 5e6), xlabel="steps of gradient descent")
-    panel.set(ylabel=f"{regression.error_label(table)}, log scale")
+    panel.set(ylabel=f"{house_prices_report.error_label(table)}, log scale")
     panel.legend(loc="best", title="learning rate")
     figure.savefig(path, dpi=130)
 
@@ -82,16 +80,15 @@ def learning_rates(path: Path) -> None:
 def fitting(path: Path) -> None:
     """Training and test error of digits.py over the model's size and the number of digits; trains some 40 models."""
     import digits
-
-    from jaxpar.models import sweep as digits_sweep
-    from jaxpar.report import classification
+    import digits_report
+    import digits_sweep
 
     config = digits.Config()
     train, test = digits.read_digits()
     errors = digits_sweep.sweep(
         train, test, config.recipe.width, config.recipe.hidden_layers, config.common.learning_rate
     )
-    classification.plot_errors(path, *errors)
+    digits_report.plot_errors(path, *errors)
 
 
 def timelines(path: Path) -> None:
@@ -111,7 +108,6 @@ def deepspeed(path: Path) -> None:
 def resumed(path: Path) -> None:
     """The losses of a run of digits.py, stopped and resumed on another mesh, and of one that was not."""
     import digits
-
     from jaxpar.metrics.log import read_metrics
 
     def train(folder: str, *flags: str) -> tuple[list[int], list[float]]:
@@ -155,7 +151,6 @@ def resumed(path: Path) -> None:
 def same_loss(path: Path) -> None:
     """The losses of digits.py on 1 and on 8 devices, and the timeline of the pipeline on the 8."""
     import digits
-
     from jaxpar.metrics.log import read_metrics
     from jaxpar.schedule.draw import draw_timeline
 
@@ -209,7 +204,6 @@ def same_loss(path: Path) -> None:
 def recall(path: Path) -> None:
     """The losses of gpt.py on `--data recall`, over context=4: with attention to whole rows, and with a window."""
     import gpt
-
     from jaxpar.metrics.log import read_metrics
 
     seq, window = 1024, 256

@@ -22,7 +22,9 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+import all_reduce_report as report
 import jaxpar
+from all_reduce_report import NUM_SERVERS
 from jaxpar import collectives
 from jaxpar.commands import recipe
 from jaxpar.data.digits import NUM_CLASSES, NUM_PIXELS, read_digits
@@ -30,8 +32,6 @@ from jaxpar.fields import check_at_least, check_positive
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params, count_params, init_params
 from jaxpar.plot.figure import check_matplotlib
-from jaxpar.report import reductions
-from jaxpar.report.reductions import NUM_SERVERS
 from jaxpar.run import checks, folder, phase, say
 from jaxpar.run.flags import check_seed
 from jaxpar.run.messages import say_written, stop
@@ -92,7 +92,7 @@ def main(config: Config) -> None:
         mlp.check_sizes(config.hidden_layers, config.width, stage=1, tensor=1)
         sizes = recipe.numbers_of_devices(config.devices, usual=range(2, 9))
         train, _ = read_digits(config.seed)
-        reductions.check_batch_size(config.batch_size, sizes, len(train["label"]))
+        report.check_batch_size(config.batch_size, sizes, len(train["label"]))
         table = mlp.param_table(
             NUM_PIXELS, NUM_CLASSES, width=config.width, num_hidden=config.hidden_layers
         )
@@ -110,8 +110,8 @@ def main(config: Config) -> None:
             ]
             of_size.append(by_zero(config, size, table, batches))
         check_finite(config, [row["params"] for row in of_size])
-        of_size = reductions.beside_first(of_size)
-        say("\n".join(reductions.describe(of_size, header=not rows)))
+        of_size = report.beside_first(of_size)
+        say("\n".join(report.describe(of_size, header=not rows)))
         rows += of_size
     with phase("training with stale gradients"):
         given = {
@@ -119,19 +119,19 @@ def main(config: Config) -> None:
             "learning_rate": config.learning_rate,
             "seed": config.seed,
         }
-        stale = partial(reductions.stale_curve, mean_loss, params, train, **given)
-        curves = {reductions.bound_name(bound): stale(bound) for bound in BOUNDS}
+        stale = partial(report.stale_curve, mean_loss, params, train, **given)
+        curves = {report.bound_name(bound): stale(bound) for bound in BOUNDS}
     check_finite(config, [run["losses"] for run in curves.values()])
     if jax.process_index() == 0:
         folder.make_new(config.out_dir, overwrite=config.overwrite)
-        reductions.write_report(config.out_dir, rows, curves, settings=dataclasses.asdict(config))
-    say("\n" + "\n".join(reductions.describe_stale(curves)))
+        report.write_report(config.out_dir, rows, curves, settings=dataclasses.asdict(config))
+    say("\n" + "\n".join(report.describe_stale(curves)))
     say_written(config.out_dir, "report.html", "traffic.png", "staleness.png")
 
 
 def check_finite(config: Config, found: Any) -> None:
     """Ends the program where params or losses are not finite: there is nothing left to compare."""
-    if not reductions.all_finite(found):
+    if not report.all_finite(found):
         stop(
             ExitCode.NOT_FINITE,
             "params and losses must stay finite, else there is nothing to compare; got some that are not. Choose a smaller "
@@ -177,7 +177,7 @@ def by_hand(
     placed = [jaxpar.shard_batch(batch, mesh) for batch in batches]
     jitted = jax.jit(on_shards(step, in_specs=(whole, cut, cut), out_specs=(whole, cut)))
     compiled = jitted.lower(params, state, placed[0]).compile()
-    return reductions.measure(way, size, compiled, (params, state), placed, lambda carry: carry[0])
+    return report.measure(way, size, compiled, (params, state), placed, lambda carry: carry[0])
 
 
 def by_zero(config: Config, size: int, table: dict, batches: list) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def by_zero(config: Config, size: int, table: dict, batches: list) -> dict[str, 
     placed = [jaxpar.shard_batch(batch, mesh) for batch in batches]
     compiled = step.lower(state, placed[0]).compile()
     once = lambda state, batch: (compiled(state, batch)[0],)
-    return reductions.measure(
+    return report.measure(
         ZERO, size, once, (state,), placed, lambda carry: carry[0].params, report_of=compiled
     )
 

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import bloom_jobs
 import jaxpar
+from bloom_jobs import JOBS, PublishedMesh, cluster_of
 from jaxpar.commands import recipe
 from jaxpar.compile_only import start_on_cpu
 from jaxpar.plot import render_placement
-from jaxpar.report import published_jobs, write_page
-from jaxpar.report.published_jobs import JOBS, PublishedMesh, cluster_of
+from jaxpar.report import write_page
 from jaxpar.run import checks, folder, phase, say
 
 
@@ -51,7 +52,7 @@ def main(config: Config) -> None:
     with checks():
         folder.check_new(config.out_dir, overwrite=config.overwrite)
         jobs = {
-            name: published_jobs.with_mesh(job, config)
+            name: bloom_jobs.with_mesh(job, config)
             for name, job in JOBS.items()
             if config.job in ("both", name)
         }
@@ -59,31 +60,29 @@ def main(config: Config) -> None:
             start_on_cpu()
         else:
             jaxpar.use_fake_devices(max(job.num_devices for job in jobs.values()))
-        parts = {name: published_jobs.make_step(job, config) for name, job in jobs.items()}
+        parts = {name: bloom_jobs.make_step(job, config) for name, job in jobs.items()}
         plans = {
-            name: published_jobs.plan_of(job, config, parts[name][1]) for name, job in jobs.items()
+            name: bloom_jobs.plan_of(job, config, parts[name][1]) for name, job in jobs.items()
         }
         folder.make_new(config.out_dir, overwrite=config.overwrite)
 
     figures = {}
     for name, job in jobs.items():
         schedule, layout, step, state, batch = parts[name]
-        say(published_jobs.describe(job, config, layout))
+        say(bloom_jobs.describe(job, config, layout))
         began = time.perf_counter()
         with phase("compiling", then="reporting"):
             compiled = step.lower(state, batch).compile()
         say(f"compiled for {job.num_devices} devices in {time.perf_counter() - began:.1f} s\n")
-        text, cost, measured = published_jobs.step_cost(
-            job, config, schedule, layout, state, compiled
-        )
+        text, cost, measured = bloom_jobs.step_cost(job, config, schedule, layout, state, compiled)
         figures[name] = cost | {"planned": plans[name].as_json()}
         say(text)
         say(f"\nplanned for {config.gpu}, where bfloat16 is sent and multiplied as it is:")
         say(plans[name].details(cluster_of(job, config).memory_bytes))
         if job.num_devices <= 64:
             say("\n" + render_placement(job.mesh, config.gpus_per_node))
-        published_jobs.draw(name, job, config, schedule, config.out_dir)
-        page = published_jobs.page_data(job, config, plans[name], schedule, measured)
+        bloom_jobs.draw(name, job, config, schedule, config.out_dir)
+        page = bloom_jobs.page_data(job, config, plans[name], schedule, measured)
         write_page(config.out_dir / f"{name}-report.html", page)
     (config.out_dir / "report.json").write_text(json.dumps(figures, indent=2) + "\n")
     say(

@@ -19,18 +19,18 @@ import numpy as np
 import optax
 from tyro.conf import OmitArgPrefixes
 
+import digits_report as report
 import jaxpar
+from digits_sweep import sweep
 from jaxpar.commands import recipe
 from jaxpar.data.batches import Columns, pad_rows, round_up
 from jaxpar.data.digits import NUM_CLASSES, NUM_PIXELS, Rows, read_digits
 from jaxpar.fields import check_at_least, check_positive
 from jaxpar.mesh import num_replicas, sizes_text
 from jaxpar.models import mlp
-from jaxpar.models.sweep import sweep
 from jaxpar.params import abstract_params, count_params, init_params
 from jaxpar.pipeline import masks_idle_ops
 from jaxpar.plot.figure import check_matplotlib
-from jaxpar.report import classification
 from jaxpar.run import Run, checks, make_mesh, say
 from jaxpar.run.batches import Batches, check_microbatches, check_no_sequences
 from jaxpar.run.early_stop import check_best_is_saved
@@ -115,7 +115,7 @@ def main(config: Config) -> None:
             jaxpar.Pipeline(schedule, num_microbatches=count),
         )
         value_and_grad = jaxpar.value_and_grad(mlp.MODEL, loss, parallel, pipeline)
-        draw_course = lambda: classification.plot_course(common.out_dir, schedule, own.schedule)
+        draw_course = lambda: report.plot_course(common.out_dir, schedule, own.schedule)
         run = Run(
             config,
             mesh,
@@ -176,12 +176,10 @@ def main(config: Config) -> None:
 def draw(config: Config, run: Run, train: Rows, test: Rows, read: np.ndarray) -> None:
     """Draws predictions, under- and overfitting."""
     own = config.recipe
-    classification.plot_predictions(
-        run.out_dir / "predictions.png", test["features"], test["label"], read
-    )
+    report.plot_predictions(run.out_dir / "predictions.png", test["features"], test["label"], read)
     if own.sweep:
         sizes, rows = sweep(train, test, own.width, own.hidden_layers, config.common.learning_rate)
-        classification.plot_errors(run.out_dir / "errors.png", sizes, rows)
+        report.plot_errors(run.out_dir / "errors.png", sizes, rows)
     pictures = ["loss.png", "predictions.png"]
     pictures += ["errors.png"] if own.sweep else []
     pictures += ["timeline.png"] if run.mesh.shape["stage"] > 1 else []

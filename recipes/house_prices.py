@@ -19,13 +19,9 @@ import numpy as np
 import optax
 from tyro.conf import OmitArgPrefixes
 
+import house_prices_report as report
 import jaxpar
-from jaxpar.commands import recipe
-from jaxpar.data.batches import Columns, pad_rows, round_up
-from jaxpar.fields import check_positive
-from jaxpar.mesh import num_replicas
-from jaxpar.models import linear
-from jaxpar.models.least_squares import (
+from house_prices_least_squares import (
     Line,
     Standard,
     Table,
@@ -34,10 +30,14 @@ from jaxpar.models.least_squares import (
     least_squares,
     read_table,
 )
+from jaxpar.commands import recipe
+from jaxpar.data.batches import Columns, pad_rows, round_up
+from jaxpar.fields import check_positive
+from jaxpar.mesh import num_replicas
+from jaxpar.models import linear
 from jaxpar.models.trained_linear import MODEL, describe_prediction, write_linear
 from jaxpar.params import abstract_params, init_params
 from jaxpar.plot.figure import check_matplotlib
-from jaxpar.report import regression
 from jaxpar.run import Run, checks, make_mesh, say
 from jaxpar.run.batches import Batches, check_replicas
 from jaxpar.run.flags import BasicFlags, CommonFlags, OwnFlags
@@ -136,7 +136,7 @@ def main(config: Config) -> None:
     say(
         f"{table.num_rows} rows of {config.recipe.csv.name}: {table.target_name} from {', '.join(table.names)}"
     )
-    say(regression.how_rows_are_split(batch_size, mesh.shape["data"], mesh.shape["replica"]))
+    say(report.how_rows_are_split(batch_size, mesh.shape["data"], mesh.shape["replica"]))
 
     batch_of = Batches(run, source, batch_size, num_microbatches=1)
     with run:
@@ -153,7 +153,7 @@ def main(config: Config) -> None:
             run.log(
                 step,
                 state,
-                {**metrics, **regression.in_units(scale.line(jaxpar.fetch(state.params)), table)},
+                {**metrics, **report.in_units(scale.line(jaxpar.fetch(state.params)), table)},
             )
 
         say(
@@ -188,15 +188,15 @@ class Fit:
 def conclude(config: Config, table: Table, learned: Line, mesh: jax.sharding.Mesh) -> None:
     """Prints the errors of the learned line beside those of least squares and on rows held out, and draws them."""
     folds, out_dir = cross_validate(config, table, mesh), config.common.out_dir
-    say(regression.beside_least_squares(learned, least_squares(table), table))
+    say(report.beside_least_squares(learned, least_squares(table), table))
     if config.common.batch_size != table.num_rows:
         say(
             "steps on part of the rows end near the least squares, not on it; more --steps end nearer"
         )
-    say(regression.errors(learned, folds, table))
+    say(report.errors(learned, folds, table))
     draw_descent(config, table, mesh)
     if jax.process_index() == 0:
-        regression.plot_errors(out_dir / "errors.png", learned, folds, table)
+        report.plot_errors(out_dir / "errors.png", learned, folds, table)
     say(
         f"in {out_dir}: report.html, loss.png, surface.png, errors.png, model.json, metrics.jsonl, config.json"
     )
@@ -208,11 +208,11 @@ def draw_descent(config: Config, table: Table, mesh: jax.sharding.Mesh) -> None:
     rates = compare_learning_rates(table, mesh)
     if jax.process_index() == 0:
         path, batch_size = (
-            regression.read_path(out_dir, scale, table),
+            report.read_path(out_dir, scale, table),
             config.common.batch_size or table.num_rows,
         )
-        regression.plot_loss(out_dir / "loss.png", path, rates, best, table, batch_size)
-        regression.plot_surface(out_dir / "surface.png", path, best, table)
+        report.plot_loss(out_dir / "loss.png", path, rates, best, table, batch_size)
+        report.plot_surface(out_dir / "surface.png", path, best, table)
 
 
 def compare_learning_rates(

@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import digits
 import gpt
 import house_prices
-import pytest
-
 from jaxpar.commands import recipe as cli
 from jaxpar.metrics.log import MetricsLog
 from jaxpar.run import Run

@@ -267,7 +267,10 @@ def test_doctor_names_what_is_not_set(monkeypatch, environment, backend, num_dev
     assert all(line.startswith(start) for line, start in zip(found, told, strict=True))
 
 
-BLOOM = "--model bloom-176b --nodes 48 --gpu a100-80gb-jeanzay --data 4 --stage 12 --zero 1 --remat yes --batch-size 2048 --top 2"
+BLOOM = (
+    "--model bloom-176b --nodes 48 --gpu a100-80gb-jeanzay --data 4 --stage 12 --zero 1 --remat yes "
+    "--batch-size 2048 --top 2"
+)
 HELP = tuple(COMMANDS)
 
 

@@ -14,10 +14,6 @@ import sys
 import types
 from pathlib import Path
 
-import all_reduce
-import digits
-import gpt
-import house_prices
 import matplotlib.image
 import numpy as np
 import pictures
@@ -29,12 +25,18 @@ import yaml
 from fontTools.ttLib import TTFont
 from matplotlib import font_manager
 
+import all_reduce
+import bloom_jobs
+import digits
+import digits_report
+import gpt
+import house_prices
+import house_prices_report
 import jaxpar
 from jaxpar.__main__ import COMMANDS
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands import recipe as cli
 from jaxpar.commands.cli import flag_names
-from jaxpar.report import classification, published_jobs, regression
 from jaxpar.run import Run, evaluation, language_data
 from jaxpar.runtime import launch
 from tests.support import doc_pages
@@ -103,9 +105,9 @@ DRAWING = (
         (gpt, "plot_loss"),
         (gpt, "plot_timeline"),
         (house_prices, "draw_descent"),
-        (regression, "plot_errors"),
+        (house_prices_report, "plot_errors"),
     ),
-    *((classification, "plot_predictions"), (classification, "plot_errors")),
+    *((digits_report, "plot_predictions"), (digits_report, "plot_errors")),
 )
 # Commands that another test runs.
 RUN_BY = {
@@ -242,7 +244,7 @@ def test_the_programs_of_readme_and_guide_take_their_commands(run, monkeypatch):
     """A recipe checks its flags and model, up to where it would compile; other commands, and what reads a run, their flags."""
     monkeypatch.setattr(Run, "compile", accept)
     monkeypatch.setattr(all_reduce, "init_params", accept)
-    monkeypatch.setattr(published_jobs, "make_step", accept)
+    monkeypatch.setattr(bloom_jobs, "make_step", accept)
     monkeypatch.setattr(language_data, "load_text", functools.cache(language_data.load_text))
     parse = tyro.cli
     as_it_is = lambda kind: (

@@ -11,10 +11,10 @@ import socket
 import threading
 import time
 
-import house_prices
 import numpy as np
 import pytest
 
+import house_prices
 from jaxpar.commands import recipe as cli
 from jaxpar.metrics.exporters import (
     PrometheusExporter,

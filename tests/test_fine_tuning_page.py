@@ -11,15 +11,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gpt
 import jax
 import numpy as np
 import pytest
 import tyro
-import untrained_model
 from safetensors.numpy import load_file
 
+import gpt
 import jaxpar
+import untrained_model
 from jaxpar import huggingface
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.checkpoint.stored_params import open_stored_params

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import all_reduce
-import bloom
-import digits
 import docstring_parser
-import gpt
-import house_prices
 import pytest
 import tyro
 
+import all_reduce
+import bloom
+import digits
+import gpt
+import house_prices
 from jaxpar.__main__ import main
 from jaxpar.commands import recipe as cli
 from jaxpar.commands.cli import flag_names

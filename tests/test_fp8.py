@@ -6,13 +6,13 @@ import re
 from functools import partial
 from types import SimpleNamespace
 
-import gpt
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
+import gpt
 import jaxpar
 from jaxpar import fp8
 from jaxpar.__main__ import main as command

@@ -9,9 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import house_prices
 import pytest
 
+import house_prices
 from jaxpar.commands import recipe as cli
 from jaxpar.run import make_mesh, messages
 from jaxpar.run.start import write_config

@@ -6,12 +6,12 @@ import os
 import re
 import sys
 
-import digits
-import gpt
-import house_prices
 import pytest
 import tyro
 
+import digits
+import gpt
+import house_prices
 from jaxpar.commands import recipe as cli
 
 RECIPES = [gpt, digits, house_prices]

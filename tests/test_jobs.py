@@ -9,10 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gpt
 import pytest
 import yaml
 
+import gpt
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands import recipe as cli
 from jaxpar.commands.manifest import main

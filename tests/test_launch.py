@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import digits
-import gpt
 import numpy as np
 import pytest
 
+import digits
+import gpt
 from jaxpar.__main__ import main
 from jaxpar.commands import recipe as cli
 from jaxpar.runtime.chatter import Quiet, without_chatter

@@ -4,19 +4,19 @@ import io
 from contextlib import redirect_stderr, redirect_stdout
 from typing import get_args
 
+import jax
+import pytest
+
 import all_reduce
 import bloom
+import bloom_jobs
 import digits
 import gpt
 import house_prices
-import jax
-import pytest
-import untrained_model
-
 import jaxpar
+import untrained_model
 from jaxpar.commands import recipe as cli
 from jaxpar.commands.cli import list_flags
-from jaxpar.report import published_jobs
 from jaxpar.run import Run
 from tests.support.flags import replaced
 from tests.support.tiers import full
@@ -58,7 +58,7 @@ def said(monkeypatch, tmp_path):
     (tmp_path / "text.txt").write_text(WORDS)
     monkeypatch.setattr(Run, "compile", accept)
     monkeypatch.setattr(all_reduce, "init_params", accept)
-    monkeypatch.setattr(published_jobs, "make_step", accept)
+    monkeypatch.setattr(bloom_jobs, "make_step", accept)
     monkeypatch.setattr(untrained_model, "write_untrained", accept)
     monkeypatch.setattr(jaxpar, "use_fake_devices", lambda _: None)
     monkeypatch.setattr(cli, "start_on_cpu", lambda: None)

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import house_prices
 import pytest
 
+import house_prices
 from jaxpar.commands import recipe as cli
 from jaxpar.runtime.lease import Lease, start_of, this_process
 from tests.support.leases import ELSEWHERE, numbers, put

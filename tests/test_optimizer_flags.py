@@ -1,6 +1,5 @@
 """The optimizer and learning rate that a recipe's flags ask for, and the flags that have no effect, which are refused."""
 
-import gpt
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +7,7 @@ import optax
 import pytest
 from optax import contrib
 
+import gpt
 import jaxpar
 from jaxpar.commands import recipe as cli
 from jaxpar.commands.cli import flag_names

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+import house_prices_report
 import jaxpar
 from jaxpar.__main__ import main
 from jaxpar.commands.train import RECIPES, path_of
-from jaxpar.report import regression
 from tests.support.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
@@ -118,9 +118,8 @@ def test_the_wheel_has_the_same_recipes(wheel):
             if name.startswith("jaxpar/recipes/")
         }
         names = archive.namelist()
-    there = [
-        path for path in (ROOT / "recipes").rglob("*") if path.suffix in (".py", ".csv", ".jsonl")
-    ]
+    kinds = (".py", ".toml", ".csv", ".jsonl")
+    there = [path for path in (ROOT / "recipes").rglob("*") if path.suffix in kinds]
     assert inside == {
         f"jaxpar/recipes/{path.relative_to(ROOT / 'recipes')}": path.read_bytes() for path in there
     }
@@ -212,7 +211,7 @@ def test_a_recipe_ends_with_a_command_by_which_it_was_called(capsys, monkeypatch
     monkeypatch.setenv("JAXPAR_LOG_SECONDS", "0")
     monkeypatch.chdir(tmp_path)
     for plot in ("plot_loss", "plot_surface", "plot_errors"):
-        monkeypatch.setattr(regression, plot, lambda *_: None)
+        monkeypatch.setattr(house_prices_report, plot, lambda *_: None)
     main(["train", "house-prices", "--steps", "3", "--out-dir", "my runs/1"])
     (line,) = re.findall("^try it: (.*)", capsys.readouterr().out, re.MULTILINE)
     assert line.startswith("jaxpar train house-prices --out-dir 'my runs/1' --predict ")

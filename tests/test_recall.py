@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import gpt
 import numpy as np
 import pytest
 
+import gpt
 from jaxpar.commands import recipe as cli
 from jaxpar.data import recall
 from jaxpar.data.packing import IGNORED

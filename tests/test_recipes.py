@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import house_prices
 import matplotlib.image
 import numpy as np
 import pytest
 
+import house_prices
 from jaxpar.commands import recipe as cli
 from jaxpar.commands.cli import flag_names
 from jaxpar.run import Run
@@ -43,7 +43,7 @@ def run(out_dir, *flags):
 def _without_pictures(monkeypatch):
     """Runs that hold no rows out and draw nothing, which takes longer than their steps: tests of ``trained`` look at both."""
     monkeypatch.setattr(house_prices, "draw_descent", lambda *_: None)
-    monkeypatch.setattr(house_prices.regression, "plot_errors", lambda *_: None)
+    monkeypatch.setattr(house_prices.report, "plot_errors", lambda *_: None)
     monkeypatch.setattr(house_prices, "cross_validate", lambda *_: [(1.0, 2.0)])
 
 

@@ -7,13 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import all_reduce
 import numpy as np
 import pytest
 
+import all_reduce
+import all_reduce_report
 import jaxpar
 from jaxpar.commands import recipe as cli
-from jaxpar.report import reductions
 from jaxpar.run import folder as run_folder
 from tests.support import doc_pages
 from tests.support.waiting import WAIT_SECONDS
@@ -87,13 +87,15 @@ def test_every_way_moves_what_the_book_says_and_ends_at_the_same_parameters(tmp_
 
 
 def test_every_line_of_the_picture_of_staleness_is_in_its_legend(tmp_path, monkeypatch):
-    drawn, two_panels = [], reductions._two_panels
-    monkeypatch.setattr(reductions, "_two_panels", lambda: drawn.append(two_panels()) or drawn[-1])
+    drawn, two_panels = [], all_reduce_report._two_panels
+    monkeypatch.setattr(
+        all_reduce_report, "_two_panels", lambda: drawn.append(two_panels()) or drawn[-1]
+    )
     losses = [3.0, 2.0, 1.0]
     run = {"losses": losses, "seconds": [1.0, 2.0, 3.0], "mean": 0.5}
-    reductions.plot_staleness(
+    all_reduce_report.plot_staleness(
         tmp_path / "staleness.png",
-        dict.fromkeys(map(reductions.bound_name, all_reduce.BOUNDS), run),
+        dict.fromkeys(map(all_reduce_report.bound_name, all_reduce.BOUNDS), run),
     )
     for axes in drawn[0][1]:
         named = dict(

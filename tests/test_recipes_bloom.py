@@ -8,13 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import bloom
 import pytest
 
+import bloom
+import bloom_jobs
 import jaxpar
 from jaxpar.commands import recipe as cli
 from jaxpar.inspect.text import bytes_text
-from jaxpar.report import published_jobs
 from jaxpar.run import folder as run_folder
 from tests.support import doc_pages
 from tests.support.flags import replaced
@@ -210,7 +210,7 @@ def test_what_cannot_be_laid_out_is_refused_in_one_line(
 ):
     monkeypatch.setattr(jaxpar, "use_fake_devices", lambda _: None)  # this process has its own
     monkeypatch.setattr(
-        published_jobs,
+        bloom_jobs,
         "mesh_of",
         lambda *_: pytest.fail("it must be refused before there is a mesh"),
     )
@@ -226,7 +226,7 @@ def test_more_stages_than_layers_are_refused_in_one_line(tmp_path, monkeypatch, 
     monkeypatch.setattr(
         jaxpar, "use_fake_devices", lambda _: None
     )  # this process has its own, fewer than stages
-    monkeypatch.setattr(published_jobs, "mesh_of", lambda *_: jaxpar.make_mesh())
+    monkeypatch.setattr(bloom_jobs, "mesh_of", lambda *_: jaxpar.make_mesh())
     with pytest.raises(SystemExit, match="2"):
         cli.run(
             bloom.main,

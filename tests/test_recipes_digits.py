@@ -6,14 +6,14 @@ import json
 import shutil
 from types import SimpleNamespace
 
-import digits
 import jax
 import matplotlib.image
 import numpy as np
 import pytest
 
+import digits
+import digits_sweep
 from jaxpar.commands import recipe as cli
-from jaxpar.models import sweep as digits_sweep
 from tests.support.flags import replaced
 from tests.support.oracle import assert_same
 

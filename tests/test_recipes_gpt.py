@@ -12,13 +12,13 @@ import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
-import gpt
 import jax
 import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file
 
+import gpt
 import jaxpar
 from jaxpar import fp8, huggingface
 from jaxpar.__main__ import main as jaxpar_main

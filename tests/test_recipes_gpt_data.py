@@ -9,11 +9,11 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import gpt
 import jax
 import numpy as np
 import pytest
 
+import gpt
 import jaxpar
 from jaxpar import huggingface
 from jaxpar.checkpoint.restore import check_config

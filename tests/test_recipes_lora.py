@@ -6,10 +6,10 @@ import re
 import shutil
 from pathlib import Path
 
-import gpt
 import pytest
 from safetensors.numpy import load_file
 
+import gpt
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands import recipe as cli
 from jaxpar.models import transformer

@@ -4,13 +4,13 @@ import dataclasses
 import json
 import shutil
 
-import gpt
 import jax
 import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file
 
+import gpt
 import jaxpar
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands import recipe as cli

@@ -7,20 +7,20 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import all_reduce
-import bloom
-import digits
-import gpt
-import house_prices
 import jax
 import numpy as np
 import prometheus_client
 import pytest
 
+import all_reduce
+import bloom
+import bloom_jobs
+import digits
+import gpt
+import house_prices
 import jaxpar
 from jaxpar.__main__ import main as command
 from jaxpar.commands import recipe as cli
-from jaxpar.report import published_jobs
 from jaxpar.run import Run
 from tests.support.clusters import SMALL, node
 from tests.support.flags import replaced
@@ -47,7 +47,7 @@ def recipes(monkeypatch, tmp_path):
     Path("text.txt").write_text("abcdefghijklmnopqrstuvwxyz, " * 40)
     monkeypatch.setattr(Run, "compile", accept)
     monkeypatch.setattr(all_reduce, "init_params", accept)
-    monkeypatch.setattr(published_jobs, "make_step", accept)
+    monkeypatch.setattr(bloom_jobs, "make_step", accept)
     monkeypatch.setattr(jaxpar, "use_fake_devices", lambda _: None)
     # Another process of this machine may listen on the port that a message names.
     monkeypatch.setattr(

@@ -8,18 +8,18 @@ import re
 import tomllib
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
 import all_reduce
 import bloom
 import digits
 import gpt
 import house_prices
-import jax
-import jax.numpy as jnp
-import optax
-import pytest
-import untrained_model
-
 import jaxpar
+import untrained_model
 from jaxpar.__main__ import COMMANDS
 from jaxpar.__main__ import main as command
 from jaxpar.commands import recipe as cli
@@ -259,9 +259,9 @@ OF_COMMANDS = (
     "runtime/watchdog",
 )
 OF_RECIPES = (
-    "report/published_jobs",
-    "report/reductions",
-    "models/least_squares",
+    "bloom_jobs",
+    "all_reduce_report",
+    "house_prices_least_squares",
     "models/mlp",
     "models/trained_linear",
 )

@@ -3,9 +3,9 @@
 import json
 import os
 
-import house_prices
 import pytest
 
+import house_prices
 from jaxpar.commands import recipe as cli
 from jaxpar.run import Run
 from jaxpar.run import folder as run_folder

@@ -16,21 +16,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-import digits
-import gpt as gpt_recipe
-import house_prices
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
+import digits
+import gpt as gpt_recipe
+import house_prices
 import jaxpar
+from house_prices_least_squares import least_squares, read_table
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.checkpoint.restore import DeletedError
 from jaxpar.data.text import ByteTokenizer
 from jaxpar.models import mlp, trained_linear, transformer
-from jaxpar.models.least_squares import least_squares, read_table
 from jaxpar.serve import open_run, server
 from jaxpar.serve.app import App
 from jaxpar.serve.language_model import GenerationRequest, LanguageModel, TextStream

@@ -9,10 +9,10 @@ import subprocess
 import sys
 import threading
 
-import gpt
-import house_prices
 import pytest
 
+import gpt
+import house_prices
 from jaxpar.__main__ import main
 from jaxpar.commands import recipe as cli
 from jaxpar.commands.cli import flag_names

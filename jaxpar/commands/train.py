@@ -56,7 +56,8 @@ def recipes() -> Path:
 
 
 def load(script: Path) -> ModuleType:
-    """Returns the module of a script, of an installed jaxpar or of a checkout."""
+    """Returns the module of a script, of an installed jaxpar or of a checkout, which imports what is beside it."""
+    sys.path.append(str(script.parent))
     name = f"recipes.{script.stem}"
     spec = importlib.util.spec_from_file_location(name, script)
     assert spec is not None

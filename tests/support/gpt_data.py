@@ -2,10 +2,10 @@
 
 import json
 
-import gpt
 import jax
 import numpy as np
 
+import gpt
 from jaxpar import huggingface
 from jaxpar.data.records import write_rows
 from jaxpar.models import transformer

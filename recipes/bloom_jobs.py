@@ -1,4 +1,4 @@
-"""Published training runs, from ``published_jobs.toml``; and what a step costs, as text, figures, a page and pictures."""
+"""Published training runs, from ``bloom_jobs.toml``; and what a step costs, as text, figures, a page and pictures."""
 
 import dataclasses
 import math

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from digits_sweep import Errors
 from jaxpar.metrics.log import read_metrics
-from jaxpar.models.sweep import Errors
 from jaxpar.plot.figure import panels, running_mean
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
+from house_prices_least_squares import Line, Standard, Table
 from jaxpar.data.batches import round_up
 from jaxpar.mesh import sizes_text
 from jaxpar.metrics.log import read_metrics
-from jaxpar.models.least_squares import Line, Standard, Table
 from jaxpar.plot.figure import panels
 
 BLUE, ORANGE, GREEN, GREY = "#1f77b4", "#d95f02", "#1b9e77", "#808080"
