@@ -923,9 +923,12 @@ def worker_of(seconds=60.0, waiting=2):
     return Worker(waiting, seconds)
 
 
-def test_the_first_request_which_compiles_may_take_longer_than_any_other():
+def test_the_first_request_which_compiles_may_take_longer_than_any_other_and_is_not_counted():
+    usage = {"instances": 0}
+
     def slow():
         time.sleep(0.2)
+        usage["instances"] += 1
         yield 1
 
     async def run():
@@ -934,11 +937,11 @@ def test_the_first_request_which_compiles_may_take_longer_than_any_other():
             body=SimpleNamespace(model_validate=lambda body: body),
             make_reply=lambda body: SimpleNamespace(work=slow),
         )
-        app = SimpleNamespace(
-            worker=worker, served=SimpleNamespace(endpoints=[endpoint], first={}), is_ready=False
-        )
+        served = SimpleNamespace(endpoints=[endpoint], first={}, usage=usage)
+        app = SimpleNamespace(worker=worker, served=served, is_ready=False)
         await App.warm_up(app)
         assert app.is_ready
+        assert usage == {"instances": 0}
         with pytest.raises(RequestError, match=r"must be answered within 0.05 s"):
             await worker.ask(slow).all()
         worker.close()

@@ -122,9 +122,10 @@ class App:
         """Computes a first request, which compiles its program; raises what it raises."""
         endpoint = self.served.endpoints[0]
         first = endpoint.make_reply(endpoint.body.model_validate(self.served.first))
-        await self.worker.ask(
-            first.work, is_timed=False
-        ).all()  # to compile may take longer than any request may
+        # To compile may take longer than any request may.
+        await self.worker.ask(first.work, is_timed=False).all()
+        usage = self.served.usage
+        usage.update(dict.fromkeys(usage, 0))  # which nobody asked for
         self.is_ready = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
