@@ -14,6 +14,7 @@ are then summed over all devices that share a row, in the same all-reduce.
 Losses, weights and gradients are added and reduced in float32 or wider, whatever the dtype of the params.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from numbers import Integral
@@ -34,7 +35,12 @@ from jaxpar.context_parallel import (
     sequence_length,
     zig_zag,
 )
-from jaxpar.data.same_batch import check_kept, check_same_everywhere, look_for_equal_rows
+from jaxpar.data.same_batch import (
+    check_kept,
+    check_same_everywhere,
+    check_same_rows,
+    look_for_equal_rows,
+)
 from jaxpar.dtypes import by_parts, from_floats, is_key, to_floats, wide_dtype, widen
 from jaxpar.fields import arg, check_at_least, check_kind
 from jaxpar.mesh import CONTEXT, DATA, REPLICA, REPLICAS, check_mesh, num_replicas, spec_of_rows
@@ -78,9 +84,10 @@ def shard_batch(
     Raises:
         ValueError: Integers beyond JAX's 32 bits; a leaf without rows, unequal numbers of rows, a number of rows that the
             replicas do not divide, or rows or columns that are not as many as this process holds; a whole batch, the first of
-            its shapes, that other processes have otherwise; a name in ``sequences`` that the batch does not have; with
-            ``context`` sequences of unequal lengths, an array whose second dim may be the sequence or features, a length that
-            twice the axis does not divide, or positions that do not count up by one in each document.
+            its shapes, that other processes have otherwise, or rows that several processes hold, and not alike; a name in
+            ``sequences`` that the batch does not have; with ``context`` sequences of unequal lengths, an array whose second dim
+            may be the sequence or features, a length that twice the axis does not divide, or positions that do not count up by
+            one in each document.
     """
     check_mesh(mesh)
     check_kept(batch)
@@ -100,7 +107,10 @@ def shard_batch(
             f"a process must give the rows that its devices hold; got {count} rows, and {len(local)} of num_rows={num_rows} "
             "are held here. Give those of jaxpar.local_rows(num_rows, mesh), or the whole batch without num_rows."
         )
-    look_for_equal_rows(batch, [local, *(at for at, _ in dims)])
+    places = [local, *(at for at, _ in dims)]
+    if _are_shared(mesh, has_columns=seq is not None):
+        check_same_rows(batch, places, mesh)
+    look_for_equal_rows(batch, places)
     length, of_rows = sequence_length(batch), [(local, num_rows)]
 
     def send(leaf: Any, sharding: NamedSharding) -> jax.Array:
@@ -108,6 +118,15 @@ def shard_batch(
         return from_host(leaf, sharding, own)
 
     return jax.tree.map(send, batch, shardings)
+
+
+def _are_shared(mesh: Mesh, *, has_columns: bool) -> bool:
+    """Returns whether several processes hold the same rows, or the same columns of them if each has its own columns alone."""
+    axes = (REPLICA, DATA, CONTEXT) if has_columns else (REPLICA, DATA)
+    which = [mesh.axis_names.index(axis) for axis in axes]
+    parts = np.moveaxis(mesh.devices, which, range(len(axes)))
+    parts = parts.reshape(math.prod(parts.shape[: len(axes)]), -1)
+    return any(len({device.process_index for device in part}) > 1 for part in parts)
 
 
 # -- sequences ---------------------------------------------------------------------------------------------------------

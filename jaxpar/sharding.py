@@ -34,7 +34,7 @@ from jaxpar.layered_model import (
     outer_stage_dim,
     path_string,
 )
-from jaxpar.mesh import STAGE, check_mesh, entry_axes, shown_sizes, sizes_text
+from jaxpar.mesh import STAGE, check_mesh, cut_of, entry_axes, shown_sizes, sizes_text
 from jaxpar.params import abstract_params, specs_from_dims
 from jaxpar.runtime.meetings import meet
 
@@ -193,7 +193,13 @@ def _spec_with_stage(
     one_layer: bool,
 ) -> PartitionSpec:
     """Adds the ``stage`` axis: on the leading dim of stacked layers, on a free dim of any other param."""
-    if STAGE in spec:
+    at = cut_of(spec, STAGE)
+    if at is not None:
+        if spec[at] != STAGE or (one_layer and at > 0):
+            raise ValueError(
+                "a rule need not name the stage axis, which is added: to the leading dim of layers, and to a dim of outer "
+                f"params that it has alone; got {spec} for {path} of shape {tuple(shape)}. Leave stage out."
+            )
         return spec
     if one_layer:
         if len(spec) > len(shape) - 1:
@@ -404,16 +410,18 @@ def fetch(tree: PyTree) -> PyTree:
     return jax.tree.map(on_host, tree)
 
 
-def meet_to_evaluate(params: PyTree, have_met: set[str]) -> None:
-    """Waits once until every process evaluates, if the params are on several.
+def meet_to_evaluate(params: PyTree, have_met: set[str]) -> bool:
+    """Waits once until every process evaluates, if the params are on several; returns whether they are.
 
     One alone would receive what others send in a step of training, without an error.
     """
-    if not have_met and _spans_processes(params):
+    spans_processes = _spans_processes(params)
+    if spans_processes and not have_met:
         have_met.add(EVALUATE)
         meet(
             EVALUATE, "an evaluation on several processes must be called by every process", FETCHED
         )
+    return spans_processes
 
 
 def _spans_processes(tree: PyTree) -> bool:

@@ -20,6 +20,7 @@ from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import OF_ZERO, STAGE, TENSOR
 from jaxpar.metrics.log import check_further
 from jaxpar.pipeline import MpmdExecutor, check_permutes
+from jaxpar.runtime.coordination import check_same_program
 from jaxpar.sharding import (
     check_batch_on,
     check_not_donated,
@@ -310,7 +311,7 @@ def make_eval_step(
     Raises:
         TypeError: As for ``value_and_grad``.
         ValueError: As for ``value_and_grad``, or several stages with the mpmd executor. The function that is returned raises
-            PeerLostError if other processes do not call it too.
+            PeerLostError if other processes do not call it too, and ValueError if they have another program.
 
     **Collectives**: those of ``value_and_grad`` in the forward pass, and one all-reduce over the replicas of the sums.
     """
@@ -332,10 +333,14 @@ def make_eval_step(
         lambda params, batch: check_permutes(jitted.lower(params, batch).compile())
     )
 
+    compare = once_for_shapes(
+        lambda params, batch: check_same_program("evaluate", jitted.lower(params, batch).as_text())
+    )
     have_met: set[str] = set()
 
     def eval_step(params: PyTree, batch: PyTree) -> tuple:
-        meet_to_evaluate(params, have_met)
+        if meet_to_evaluate(params, have_met):
+            compare(params, batch)
         if _has_stages_and_shards(params):
             check(params, batch)
         return jitted(params, batch)

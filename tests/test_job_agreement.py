@@ -521,6 +521,11 @@ def test_a_variable_that_keeps_a_program_from_its_gpus_is_told(name, value, line
     said = remarks(job)
     assert len(said) == (line is not None)
     assert all(each.startswith(line) for each in said)
+    deployment, _ = documents("service")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    container.setdefault("env", []).append({"name": name, "value": value})
+    of_gpus = [each for each in remarks(deployment) if f" has {name}={value}" in each]
+    assert len(of_gpus) == (line is not None), "of a server too"
 
 
 def test_a_job_that_nothing_starts_or_ends_is_told():

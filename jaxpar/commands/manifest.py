@@ -29,6 +29,7 @@ from jaxpar.jobs import (
     to_trainjob,
     trains_nothing,
     unsaved,
+    unused_gpus,
 )
 from jaxpar.jobs.check import in_lists, kind_of
 from jaxpar.jobs.field_types import without_nulls
@@ -138,6 +139,8 @@ def _print(flags: Flags, command: tuple[str, ...], given: Collection[str]) -> No
         _tell(check_program(job.command, job.added_flags(), _withheld(job, flags), job.num_devices))
     if flags.kind == "sbatch":
         print(to_sbatch(job), end="")
+        if not job.fake_devices_per_node:
+            _tell([*unused_gpus("the script", job.variables(), f"{job.gpus_per_node} GPUs a node")])
         of_command = chain.from_iterable(
             of(job.command) for of in (trains_nothing, unsaved, beside_resume)
         )

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from jaxpar.data.checksums import checksum
 from jaxpar.dtypes import is_key
 from jaxpar.runtime import coordination
-from jaxpar.runtime.coordination import check_agreement
+from jaxpar.runtime.coordination import check_agreement, exchange
 from jaxpar.runtime.output import tell
 
 REMEDY = (
@@ -25,6 +25,9 @@ REMEDY = (
 )
 SAMPLE = 4096  # numbers of an array
 _later = {"batches": 0, "crc32": 0}  # whole batches after the first of their kind
+_later_of_places: dict[
+    str, dict[str, int]
+] = {}  # the same of rows that several processes hold, by a checksum of their numbers
 MOST_LOOKS, MOST_PROCESSES = (
     8,
     64,
@@ -90,12 +93,56 @@ def check_same_everywhere(batch: PyTree, mesh: Mesh) -> None:
     Of later ones a sample is added to what ``check_same_since`` compares. A thread other than the main one may come to its
     batches in another order on each process, so those are not compared, nor are those on a mesh of one process alone.
     """
-    if (
-        jax.process_count() == 1
-        or threading.current_thread() is not threading.main_thread()
-        or _is_of_one(mesh)
-    ):
+    if not _is_compared(mesh):
         return
+    kind, arrays = _kind_and_arrays(batch)
+    if kind not in _compared:
+        _compared.add(kind)
+        check_agreement("shard a whole batch", {"batch": checksum(arrays)}, REMEDY)
+        return
+    _add_sample(_later, arrays)
+
+
+def check_same_rows(batch: PyTree, places: Sequence[np.ndarray], mesh: Mesh) -> None:
+    """Raises ValueError if processes that hold the same rows differ in the first batch of its shapes.
+
+    Later batches are compared as those of ``check_same_everywhere`` are.
+
+    Args:
+        batch: The rows of this process, arrays of the host.
+        places: As for ``look_for_equal_rows``.
+        mesh: The mesh.
+    """
+    if not _is_compared(mesh):
+        return
+    kind, arrays = _kind_and_arrays(batch)
+    of_places = checksum(list(places))
+    if ("rows", *kind) not in _compared:
+        _compared.add(("rows", *kind))
+        _check_places("shard their first batch", {of_places: checksum(arrays)})
+        return
+    _add_sample(_later_of_places.setdefault(of_places, {"batches": 0, "crc32": 0}), arrays)
+
+
+def check_same_since() -> None:
+    """Raises ValueError if batches after the first differ that must not; every process must call it after the same step."""
+    if jax.process_count() == 1:
+        return
+    told = lambda later: f"{later['batches']} of crc32 {later['crc32']:08x}"
+    check_agreement("train on", {"batches after the first": told(_later)}, REMEDY)
+    if _later_of_places:
+        of_each = {places: told(later) for places, later in _later_of_places.items()}
+        _check_places("go on after later batches", of_each)
+
+
+def _is_compared(mesh: Mesh) -> bool:
+    """Whether the processes compare the batches that this thread shards over a mesh."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return jax.process_count() > 1 and is_main and not _is_of_one(mesh)
+
+
+def _kind_and_arrays(batch: PyTree) -> tuple[tuple, list[np.ndarray]]:
+    """Returns the tree, shapes and dtypes of a batch, and its arrays, keys as numbers."""
     leaves = [
         jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in jax.tree.leaves(batch)
     ]
@@ -103,22 +150,30 @@ def check_same_everywhere(batch: PyTree, mesh: Mesh) -> None:
         jax.tree.structure(batch),
         *((np.shape(leaf), str(getattr(leaf, "dtype", ""))) for leaf in leaves),
     )
-    arrays = [np.asarray(leaf) for leaf in leaves]
-    if kind not in _compared:
-        _compared.add(kind)
-        check_agreement("shard a whole batch", {"batch": checksum(arrays)}, REMEDY)
-        return
-    _later["batches"] += 1
+    return kind, [np.asarray(leaf) for leaf in leaves]
+
+
+def _add_sample(later: dict[str, int], arrays: Sequence[np.ndarray]) -> None:
+    """Adds a sample of a batch to the checksum of later ones."""
+    later["batches"] += 1
     for array in arrays:
         sample = array.reshape(-1)[:: max(array.size // SAMPLE, 1)]
-        _later["crc32"] = zlib.crc32(sample.tobytes(), _later["crc32"])
+        later["crc32"] = zlib.crc32(sample.tobytes(), later["crc32"])
 
 
-def check_same_since() -> None:
-    """Raises ValueError if the whole batches after the first differ; every process must call it after the same step."""
-    if jax.process_count() > 1:
-        told = f"{_later['batches']} of crc32 {_later['crc32']:08x}"
-        check_agreement("train on", {"batches after the first": told}, REMEDY)
+def _check_places(what: str, own: dict[str, str]) -> None:
+    """Raises ValueError if a process has other bytes for some places than an earlier one."""
+    first: dict[str, tuple[int, str]] = {}
+    for process, answer in enumerate(exchange(f"check rows/{what}", own)):
+        for places, found in answer.items():
+            earlier, same = first.setdefault(places, (process, found))
+            if found != same:
+                raise ValueError(
+                    f"processes that hold the same rows, as stages of one replica do, must agree on them before they {what}; "
+                    f"got {found} on process {process}, {same} on process {earlier}. Read the same data in both, and draw "
+                    "what is random, such as noise and masks, from a seed that they share. If each gives other columns of "
+                    "its rows, those of jaxpar.local_rows(num_rows, mesh, seq=...), give shard_batch the same seq."
+                )
 
 
 def look_for_equal_rows(batch: PyTree, places: Sequence[np.ndarray]) -> None:

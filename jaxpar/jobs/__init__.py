@@ -14,7 +14,7 @@ plan sets, and those that have no effect).
 from jaxpar.jobs.check import check_manifest, check_manifests
 from jaxpar.jobs.job import Job
 from jaxpar.jobs.manifests import to_jobset, to_podmonitor, to_sbatch, to_trainjob
-from jaxpar.jobs.remarks import beside_resume, remarks, trains_nothing, unsaved
+from jaxpar.jobs.remarks import beside_resume, remarks, trains_nothing, unsaved, unused_gpus
 from jaxpar.jobs.service import Serving, to_service
 
 __all__ = [
@@ -31,4 +31,5 @@ __all__ = [
     "to_trainjob",
     "trains_nothing",
     "unsaved",
+    "unused_gpus",
 ]

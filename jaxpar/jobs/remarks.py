@@ -126,6 +126,7 @@ def _of(pods: Workload) -> Iterator[str]:
     yield from shell_remarks(pods)
     if pods.kind == "Deployment":
         yield from _deaf_to_signals(pods)
+        yield from _hidden_devices(pods)
         return
     yield from _of_recipe(pods) if pods.recipe is not None else _unheld_paths(pods)
     yield from _told_less(pods)
@@ -474,20 +475,31 @@ def _no_devices(pods: Workload) -> Iterator[str]:
 
 def _hidden_devices(pods: Workload) -> Iterator[str]:
     """Yields a line for each variable that keeps the program from the GPUs of its pod."""
-    each, platforms = pods.devices, pods.variables.get(PLATFORMS)
-    if each is None or each[1] != GPUS:
+    each = pods.devices
+    if each is None or each[1] != GPUS or each[0] == 0:
         return
-    if platforms and not any(name in platforms.split(",") for name in OF_GPUS):
-        yield (
-            f"{pods.path} has {PLATFORMS}={platforms} and {each[0]} GPUs a pod: the program does not use "
-            "them. Leave the variable out"
-        )
+    yield from unused_gpus(pods.path, pods.variables, f"{each[0]} GPUs a pod")
     for name in HIDING:
         if (value := pods.variables.get(name)) not in (None, "all"):
             yield (
-                f"{pods.path} has {name}={value}, and the device plugin says which of the {each[0]} GPUs a pod sees: the mesh "
-                "may not find its devices. Leave the variable out"
+                f"{pods.path} has {name}={value}, and the device plugin says which of the {each[0]} GPUs a pod sees: the "
+                "program may not find its devices. Leave the variable out"
             )
+
+
+def unused_gpus(place: str, variables: Mapping[str, str], gpus: str) -> Iterator[str]:
+    """Yields a line if variables keep JAX from GPUs.
+
+    Args:
+        place: What has the variables.
+        variables: The variables.
+        gpus: How many GPUs there are, as in "8 GPUs a pod".
+    """
+    platforms = variables.get(PLATFORMS)
+    if platforms and not any(name in platforms.split(",") for name in OF_GPUS):
+        yield (
+            f"{place} has {PLATFORMS}={platforms} and {gpus}: the program does not use them. Leave the variable out"
+        )
 
 
 def _slowed(pods: Workload) -> Iterator[str]:

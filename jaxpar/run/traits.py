@@ -9,7 +9,6 @@ What differs is printed, not refused, since a schedule may follow from the numbe
 model and the loss are compared by the settings of a run alone: a run without any is told so.
 """
 
-import hashlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +24,7 @@ from jaxpar.checkpoint.state import as_numbers
 from jaxpar.data.checksums import checksum
 from jaxpar.fields import brief
 from jaxpar.run.kept_numbers import describe, kept_numbers
-from jaxpar.runtime.coordination import check_agreement
+from jaxpar.runtime.coordination import check_agreement, check_same_program
 from jaxpar.runtime.output import printable, version_of
 from jaxpar.sharding import path_string
 from jaxpar.step.optimizer_state import first_update
@@ -37,11 +36,6 @@ SHOWN = 4
 REMEDY = (
     'Give what the results depend on to Run as settings when a run begins, such as {"learning_rate": 0.001, "data": '
     '"rows.csv"}: a resume with other values is then refused.'
-)
-
-SAME_PROGRAM = (
-    "Start all with the same code, flags and data. A model must not read the number of its process, the time or random numbers "
-    "of NumPy: put them into the batch."
 )
 
 
@@ -152,8 +146,7 @@ class Traits:
         numbers = (self._optimizer() or {}).get("numbers", [])
         given = {"optimizer, by the numbers in its update": ", ".join(numbers)}
         check_agreement("train", given, "Start all with the same code and flags.")
-        digest = hashlib.sha256(program.encode()).hexdigest()[:16]
-        check_agreement("train", {"program": digest}, SAME_PROGRAM)
+        check_same_program("train", program)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the traits, for a checkpoint."""

@@ -5,6 +5,7 @@ immediately. The service has no authentication: see SECURITY.md.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -23,6 +24,10 @@ from jaxpar.runtime.output import tell
 
 TIMEOUT_SECONDS = 600.0
 MOST_SHOWN = 8  # differences, and processes, in a message
+SAME_PROGRAM = (
+    "Start all with the same code, flags and data. A model or a loss must not read the number of its process, the time or "
+    "random numbers of NumPy: put them into the batch."
+)
 POLL_SECONDS = 0.2  # between two looks for requests
 SECONDS_TO_ASK = 1.0  # for an answer, between two looks for processes that have ended
 # After another process has left a training loop, this one may be at its last step of it too: it is given three times as long as
@@ -178,6 +183,17 @@ def check_agreement(
         raise ValueError(
             f"all processes must agree on their {', '.join(differing)} before they {what}; got {got}. {remedy}"
         )
+
+
+def check_same_program(what: str, program: str) -> None:
+    """Raises ValueError unless all processes have the same program; every process must call it.
+
+    Args:
+        what: As for ``check_agreement``.
+        program: Its text before it is compiled.
+    """
+    digest = hashlib.sha256(program.encode()).hexdigest()[:16]
+    check_agreement(what, {"program": digest}, SAME_PROGRAM)
 
 
 def _difference(given: list[Any]) -> str:

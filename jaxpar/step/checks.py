@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 from jaxtyping import PyTree
 
+from jaxpar.data.batches import WEIGHT
 from jaxpar.data_parallel import check_batch, check_sequences
 from jaxpar.layered_model import LayeredModel, num_layers, output_shapes
 from jaxpar.mesh import DATA, REPLICA, num_replicas
@@ -17,6 +18,10 @@ from jaxpar.step.row_checks import check_rows, num_rows_of, resized, shapes_of
 from jaxpar.trainable import check_params, is_frozen
 
 SHOWN = 4
+OF_PADDING = (
+    f"a loss should multiply by {WEIGHT!r} of a batch, which is 0 for rows of padding (jaxpar.data.batches.pad_rows); got a "
+    "model and a loss that do not read it, so such rows count. Multiply by it, or leave it out of the batch."
+)
 
 
 def check_call(step: Step, params: PyTree, batch: PyTree) -> None:
@@ -42,6 +47,8 @@ def check_call(step: Step, params: PyTree, batch: PyTree) -> None:
     check_collectives(forward, loss, params, microbatch, step.shardings, mesh)
     if step.trains:
         _warn_of_unread(params, traced.unread)
+    if WEIGHT in traced.unread_of_batch:
+        warnings.warn(OF_PADDING, stacklevel=2)
 
 
 def _check_reads_some(params: PyTree, unread: Sequence[int]) -> None:

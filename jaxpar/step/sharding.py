@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from jaxpar.backward.partition import ParamShards
 from jaxpar.layered_model import LAYERS, OUTER, is_stacked
-from jaxpar.mesh import STAGE, TENSOR
+from jaxpar.mesh import STAGE, TENSOR, cut_of
 from jaxpar.pipeline import stage_specs
 from jaxpar.sharding import path_string
 from jaxpar.step.settings import Parallel
@@ -59,7 +59,7 @@ def shard_step(
         is_known = mesh.shape[TENSOR] == 1 or shardings is not None
         of_params, of_grads = stage_specs(params, mesh.shape[STAGE], spread=is_known)
         if shardings is not None:
-            of_outer = jax.tree.map(_where_at_rest, of_grads[OUTER], shardings[OUTER])
+            of_outer = jax.tree.map(_over_stage_at_rest, shardings[OUTER])
             of_grads |= {OUTER: of_outer}
     with_tensor = of_grads
     if shardings is not None:
@@ -120,9 +120,10 @@ def _has_dims(shape: Sequence[int], spec: PartitionSpec) -> bool:
     return max(own, default=1) > 1
 
 
-def _where_at_rest(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpec:
-    """The spec of the gradient of an outer param: sharded over ``stage`` if the param is so at rest, else replicated."""
-    return spec if STAGE in sharding.spec else PartitionSpec()
+def _over_stage_at_rest(sharding: NamedSharding) -> PartitionSpec:
+    """The spec of the gradient of an outer param: over ``stage`` along the dim along which the param is at rest, if one is."""
+    dim = cut_of(sharding.spec, STAGE)
+    return PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, STAGE)
 
 
 def _both(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpec:

@@ -5,7 +5,7 @@ loss_sum is then ``1 / total weight``, as it is for the ratio of the two on one 
 linear in its cotangent, because it clips or rounds gradients, returns the same values on every mesh.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from jaxpar.loss_sums import totals_of, value_of
 from jaxpar.mesh import CONTEXT, MANUAL, TENSOR, entry_axes, shown_sizes
 from jaxpar.pipeline.control_flow import is_maskable
 from jaxpar.shard_map import manual_over_data_and_stage
+from jaxpar.sharding import path_string
 from jaxpar.trainable import only_trained, with_trained
 
 Loss = Callable[[PyTree, PyTree], tuple]
@@ -40,6 +41,7 @@ class TracedLoss:
         dtype: The dtype of the loss on one device.
         manual_axes: The mesh axes over which a step is manual.
         unread: The indices of the params on which the outputs do not depend.
+        unread_of_batch: The paths of the arrays of a batch on which neither the outputs nor the loss depend.
         is_mean: Whether the value is that of ``value_and_grad``; otherwise it is that of an evaluation, the sums.
         is_maskable: Whether an idle stage may run all of it on any values (``control_flow.is_maskable``).
     """
@@ -48,6 +50,7 @@ class TracedLoss:
     dtype: Any
     manual_axes: frozenset[str]
     unread: tuple[int, ...] = ()
+    unread_of_batch: tuple[str, ...] = ()
     is_mean: bool = True
     is_maskable: bool = True
 
@@ -108,7 +111,8 @@ def trace_loss(
     def of_part() -> TracedLoss:
         with _parts_of_sequences_told(mesh):
             traced, outputs = jax.make_jaxpr(forward, return_shape=True)(params, microbatch)
-        operations = [*equations(traced), *equations(jax.make_jaxpr(loss)(outputs, microbatch))]
+        of_loss = jax.make_jaxpr(loss)(outputs, microbatch)
+        operations = [*equations(traced), *equations(of_loss)]
         if any(operation.primitive.name.startswith("custom_vjp_call") for operation in operations):
             operations += _of_gradients(forward, loss, params, microbatch)
         manual_axes = _check_operations(operations, mesh, executor)
@@ -127,13 +131,17 @@ def trace_loss(
             )
         with jax.numpy_dtype_promotion("standard"):
             mean = jax.eval_shape(lambda *given: jnp.divide(*loss(*given)[:2]), outputs, microbatch)
-        count = len(jax.tree.leaves(params))
+        count, is_read = len(jax.tree.leaves(params)), _is_read(traced)
+        leaves = jax.tree_util.tree_leaves_with_path(microbatch)
+        by_either = map(any, zip(is_read[count:], _is_read(of_loss)[-len(leaves) :], strict=True))
+        of_batch = zip(leaves, by_either, strict=True)
         of_rows = lambda rows: accumulate(weight, rows, num_microbatches)
         return TracedLoss(
             of_rows,
             mean.dtype,
             manual_axes,
-            _unread_of_first(traced, count),
+            tuple(index for index in range(count) if not is_read[index]),
+            tuple(path_string(path) for (path, _), read in of_batch if not read),
             is_maskable=is_maskable(operations),
         )
 
@@ -162,11 +170,10 @@ def _parts_of_sequences_told(mesh: Mesh) -> Iterator[None]:
         raise
 
 
-def _unread_of_first(jaxpr: Any, count: int) -> tuple[int, ...]:
-    """Returns which of its first inputs the outputs of a jaxpr do not depend on."""
+def _is_read(jaxpr: Any) -> Sequence[bool]:
+    """Returns of each input of a jaxpr whether its outputs depend on it."""
     inner = opened(jaxpr)
-    _, is_read = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))
-    return tuple(index for index in range(count) if not is_read[index])
+    return partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))[1]
 
 
 def _of_batch_alone(
