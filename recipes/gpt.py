@@ -201,14 +201,22 @@ def main(config: Config) -> None:
         state = run.begin(
             None if weights is None else partial(model_files.first_state, weights, *first)
         )
+        described_by = run.out_dir / "model"
         jaxpar.huggingface.write_description(
-            run.out_dir / "model", shape, source=own.init_from, tokenizer=config.data.tokenizer
+            described_by, shape, source=own.init_from, tokenizer=config.data.tokenizer
         )
         held_out = batches.held_out_batches(
             common.batch_size, own.eval_rows, test, mesh, schedule.num_microbatches
         )
         evaluate = evaluation.Evaluation(model, loss, parallel, pipeline, held_out)
-        for step in run.steps():
+
+        def save_at_least() -> None:
+            if own.save_hf is not None:
+                model_files.save_model_at_least(
+                    own.save_hf, shape, state.params, described_by=described_by
+                )
+
+        for step in run.steps(if_not_saved=save_at_least):
             state, metrics = train_step(state, batch_of(step))
             if run.is_due(step, own.eval_every):
                 with run.evaluation(metrics):
@@ -226,7 +234,7 @@ def main(config: Config) -> None:
                 own.save_hf,
                 shape,
                 state.params,
-                described_by=run.out_dir / "model",
+                described_by=described_by,
                 keep=partial(run.keep, state),
             )
         evaluation.say_best(run)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jaxpar
+from jaxpar import data_parallel
 from jaxpar.data import checksums, same_batch
 from jaxpar.data.batches import Columns, Mixture, RowSource
 from jaxpar.data.packing import Documents, PackedRows
@@ -210,6 +211,95 @@ def test_later_whole_batches_are_compared_where_the_processes_meet(monkeypatch, 
         ValueError, match=r"on their batches after the first before they train on; .* add num_rows"
     ):
         tiny_run._before_save()
+
+
+@pytest.mark.parametrize(
+    ("axes", "processes", "has_columns", "are_shared"),
+    [
+        ({"data": 4}, [0, 0, 1, 1], False, False),
+        ({"data": 2, "stage": 2}, [0, 1, 0, 1], False, True),
+        ({"data": 2, "stage": 2}, [0, 0, 1, 1], False, False),
+        ({"context": 4}, [0, 0, 1, 1], False, True),
+        ({"context": 4}, [0, 0, 1, 1], True, False),
+        ({"context": 2, "tensor": 2}, [0, 1, 0, 1], True, True),
+    ],
+)
+def test_rows_are_shared_where_devices_of_several_processes_hold_them(
+    monkeypatch, axes, processes, has_columns, are_shared
+):
+    sizes = {axis: axes.get(axis, 1) for axis in jaxpar.make_mesh().axis_names}
+    devices = [types.SimpleNamespace(process_index=process) for process in processes]
+    by_axis = np.array(devices, object).reshape(tuple(sizes.values()))
+    mesh = types.SimpleNamespace(axis_names=tuple(sizes), devices=by_axis)
+    assert data_parallel._are_shared(mesh, has_columns=has_columns) == are_shared
+
+
+def test_rows_that_several_processes_hold_must_be_the_same_in_all(monkeypatch, tiny_run):
+    monkeypatch.setattr(same_batch, "_compared", set())
+    monkeypatch.setattr(same_batch, "_later_of_places", {})
+    monkeypatch.setattr(same_batch, "_is_of_one", lambda mesh: False)
+    with_another(monkeypatch, lambda values: values)
+    places, told = [np.arange(8)], []
+
+    def with_answer(change):
+        monkeypatch.setattr(
+            same_batch, "exchange", lambda name, own: [told.append(own) or own, change(own)]
+        )
+
+    same, other_rows = dict, lambda own: {"other rows": "other bytes"}
+    for change in (same, other_rows):
+        with_answer(change)
+        monkeypatch.setattr(same_batch, "_compared", set())
+        for value in (1, 2, 3):
+            same_batch.check_same_rows({"x": np.full((8, 2), value)}, places, tiny_run.mesh)
+    assert len(told) == 2, "the first of its shapes"
+    same_batch.check_same_since()
+    (later,) = told[-1].values()
+    assert later.startswith("4 of crc32 ")
+    with_answer(lambda own: dict.fromkeys(own, "other bytes"))
+    message = r"hold the same rows, .* before they %s; got other bytes on process 1, .* on process 0\..* a seed that they share"
+    with pytest.raises(ValueError, match=message % "go on after later batches"):
+        same_batch.check_same_since()
+    with pytest.raises(ValueError, match=message % "shard their first batch"):
+        same_batch.check_same_rows({"x": np.ones((8, 3))}, places, tiny_run.mesh)
+
+
+OF_ONE_PROCESS = """
+import sys
+import jaxpar
+jaxpar.initialize()
+import jax, jax.numpy as jnp, numpy as np
+what, process = sys.argv[1], jax.process_index()
+mesh = jaxpar.make_mesh(stage=2)
+model = jaxpar.LayeredModel(lambda o, b: b["x"], lambda w, h: h * w, lambda o, h: h)
+own = 1.0 + (process if what == "loss" else 0)
+loss = lambda y, batch: (own * y.sum(), jnp.float32(len(y)))
+params = {"outer": {}, "layers": jnp.ones((2, 1))}
+shardings = jaxpar.shardings_from_paths(params, mesh, {"**": jaxpar.replicated()})
+evaluate = jaxpar.make_eval_step(model, loss, jaxpar.Parallel(mesh, shardings))
+x = np.ones((4, 1), np.float32) * (1 + (process if what == "rows" else 0))
+batch = jaxpar.shard_batch({"x": x}, mesh, num_rows=4)
+print("sum", float(evaluate(jaxpar.shard(params, shardings), batch)[0]))
+"""
+
+
+@pytest.mark.few(1)
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("rows", "must agree on them before they shard their first batch"),
+        ("loss", "must agree on their program before they evaluate"),
+        ("nothing", "sum 4.0"),
+    ],
+)
+def test_two_real_processes_of_other_rows_or_another_evaluation_end_with_2(tmp_path, what, told):
+    (tmp_path / "script.py").write_text(OF_ONE_PROCESS)
+    code, out, err = run(
+        *("-m", "jaxpar", "launch", "-n", 2, "--log-dir", tmp_path, tmp_path / "script.py", what)
+    )
+    assert code == (0 if what == "nothing" else 2), out + err
+    assert told in out + err
 
 
 DATA_OF_ITS_OWN = """

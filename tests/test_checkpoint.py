@@ -122,7 +122,7 @@ def test_a_run_goes_on_only_with_its_own_config(tmp_path):
 
 def test_restoring_from_a_folder_without_checkpoints_is_refused_and_makes_no_folder(tmp_path):
     mesh = jaxpar.make_mesh()
-    message = f"restoring needs a checkpoint; got none in {tmp_path / 'none'}. Name the folder that a run saved to."
+    message = f"restoring needs a checkpoint; got none in {tmp_path / 'none'}. Name the folder that a run saved to, "
     with pytest.raises(FileNotFoundError, match=re.escape(message)):
         jaxpar.CheckpointManager(tmp_path / "none", mesh).restore(make_state(mesh))
     assert not (tmp_path / "none").exists()

@@ -1,14 +1,16 @@
 """Rows held out: the sums of the loss over the whole mesh, without gradients, with the numbers of one device."""
 
 import dataclasses
+import warnings
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxpar
-from jaxpar.data.batches import Columns
+from jaxpar.data.batches import Columns, pad_rows
 from jaxpar.models import transformer
 from jaxpar.params import abstract_params
 from jaxpar.run.batches import held_out_batches
@@ -201,6 +203,23 @@ def test_settings_that_are_no_pipeline_are_refused():
         pytest.raises(TypeError, match=r"got 4\. Write jaxpar\.Pipeline\('1f1b'\)"),
     ):
         jaxpar.make_eval_step(lambda w, batch: batch["x"] * w, lambda y, _: (y.sum(), 1.0), mesh, 4)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_an_evaluation_that_counts_rows_of_padding_is_told(reads):
+    mesh = jaxpar.make_mesh(data=2, devices=jax.devices()[:2])
+    rows = pad_rows({"x": np.ones((3, 2), np.float32)}, 4)
+    of_rows = lambda y, batch: batch["weight"] if reads else jnp.ones(len(y))
+    loss = lambda y, batch: ((y.sum(1) * of_rows(y, batch)).sum(), of_rows(y, batch).sum())
+    step = jaxpar.make_eval_step(lambda w, batch: batch["x"] * w, loss, mesh)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _, count = step(np.float32(1), jaxpar.shard_batch(rows, mesh))
+    assert float(count) == (3 if reads else 4)
+    said = [str(each.message) for each in told]
+    assert [each.startswith("a loss should multiply by 'weight' of a batch") for each in said] == (
+        [] if reads else [True]
+    )
 
 
 def test_a_loss_that_is_no_sum_is_refused_as_in_training():

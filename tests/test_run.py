@@ -568,10 +568,11 @@ def test_processes_that_begin_and_resume_are_refused_before_they_wait_for_one_an
 
 def test_processes_of_other_optimizers_and_programs_are_told_what_differs(monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        "jaxpar.run.traits.check_agreement",
-        lambda what, values, remedy: asked.append((values, remedy)),
-    )
+    for module in ("run.traits", "runtime.coordination"):
+        monkeypatch.setattr(
+            f"jaxpar.{module}.check_agreement",
+            lambda what, values, remedy: asked.append((values, remedy)),
+        )
     traits = Traits({}, print, steps=2)
     traits.take_state(
         types.SimpleNamespace(params={"w": jnp.ones(2)}), None, None, optax.sgd(0.125), None

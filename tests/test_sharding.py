@@ -161,6 +161,17 @@ def test_the_sizes_that_an_axis_may_have_are_as_many_as_there_are_devices():
             {"layers/scale": COLUMN, **ALL},
             r"must describe one layer, without its leading dim; got .* for layers/scale, which has 1 dims a layer",
         ),
+        *(
+            (
+                LAYERED,
+                {path: spec, **ALL},
+                rf"a rule need not name the stage axis, which is added: .*; got .* for {path} of .* Leave stage out",
+            )
+            for path, spec in (
+                ("outer/w", PartitionSpec(("stage", "tensor"))),
+                ("layers/w_up", PartitionSpec(None, "stage")),
+            )
+        ),
         (
             {"w": shape(4, 7)},
             {"w": COLUMN},

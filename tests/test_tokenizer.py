@@ -122,6 +122,30 @@ def test_of_a_conversation_what_the_assistant_says_is_learned(tmp_path, template
     )
 
 
+@pytest.mark.parametrize(
+    ("written", "wanted"),
+    [("arguments | tojson", '{"city": "Zürich"}'), ("arguments", '{"city":"Zürich"}')],
+    ids=["as JSON", "as it is"],
+)
+def test_arguments_of_a_call_are_objects_or_their_json_as_the_template_takes_them(
+    tmp_path, written, wanted
+):
+    calls = (
+        "{% for call in message.tool_calls or [] %}{{ call.function." + written + " }}{% endfor %}"
+    )
+    template = CHATML.replace("message['content']", "message['content'] }}" + calls + "{{ ''")
+    own = read_tokenizer(write_tokenizer(tmp_path / "model", template=template))
+    as_text = '{"city":"Zürich"}'
+    of_each = [as_text] + [json.loads(as_text)] * (written != "arguments")
+    for number, arguments in enumerate(of_each):
+        call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+        messages = [*CHAT[:2], {"role": "assistant", "content": None, "tool_calls": [call]}]
+        file = tmp_path / f"{number}.jsonl"
+        file.write_text(json.dumps({"messages": messages}) + "\n")
+        found = tokenise([file], own, tmp_path / "cache")
+        assert learned_text(found, own) == [wanted + "<|im_end|>\n"]
+
+
 def test_a_question_ends_with_the_beginning_of_an_answer(folder):
     text, spans = read_tokenizer(folder).render(CHAT[:2], ask=True)
     assert text.endswith("cat?<|im_end|>\n<|im_start|>assistant\n")

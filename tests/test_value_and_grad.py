@@ -37,6 +37,30 @@ def test_a_gradient_is_split_as_its_weight_is(mesh):
     assert split(grads)["layers"]["w_up"] == (2, 8, 4)
 
 
+@pytest.mark.parametrize("dims", [("stage",), (None, "stage"), ("stage", "tensor")], ids=str)
+def test_a_gradient_of_outer_params_lies_over_stage_along_the_dim_of_its_rule(dims):
+    mesh, spec = jaxpar.make_mesh(stage=2, tensor=2, devices=jax.devices()[:4]), jax.P(*dims)
+    model = jaxpar.LayeredModel(
+        lambda outer, batch: batch["x"],
+        lambda w, h: h + jnp.tanh(h @ w),
+        lambda outer, h: h @ outer,
+    )
+    loss = lambda outputs, batch: jaxpar.losses.squared_error(outputs, batch["y"])
+    draw = np.random.default_rng(0).normal
+    params = {"outer": draw(size=(8, 4)), "layers": draw(size=(2, 8, 8)) / 3}
+    params = jax.tree.map(np.float32, params)
+    batch = {"x": np.float32(draw(size=(8, 8))), "y": np.float32(draw(size=(8, 4)))}
+    shardings = jaxpar.shardings_from_paths(
+        params, mesh, {"outer": spec, "**": jaxpar.replicated()}
+    )
+    parallel = jaxpar.Parallel(mesh, shardings)
+    value_and_grad = jax.jit(jaxpar.value_and_grad(model, loss, parallel, num_microbatches=2))
+    got = value_and_grad(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh))
+    assert got[1]["outer"].sharding.spec[: len(dims)] == dims
+    mean = lambda params: jnp.divide(*loss(model.apply(params, batch), batch))
+    assert_same(got, jax.value_and_grad(mean)(params), within=1e-5)
+
+
 def test_a_plain_function_is_a_model(mesh):
     params = {"weights": np.arange(3, dtype=np.float32), "bias": np.float32(1)}
     rng = np.random.default_rng(0)

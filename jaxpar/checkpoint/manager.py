@@ -290,7 +290,10 @@ class CheckpointManager(Saver):
             stored = check_arrays_match(manifest.arrays, canonical, where, cast=cast)
             return load(self._folder, manifest, stored, self.mesh)
 
-        without = f"restoring needs a checkpoint; got none in {self.directory}. Name the folder that a run saved to."
+        without = (
+            f"restoring needs a checkpoint; got none in {self.directory}. Name the folder that a run saved to, the folder "
+            "checkpoints in its out_dir."
+        )
         remedy = "Restore a backup, or start a run in another folder."
         state = read_newest(
             self._folder,

@@ -38,7 +38,7 @@ from jaxpar.data.text import Tokenizer, check_test_fraction, held_out
 from jaxpar.fields import arg
 from jaxpar.runtime.output import FULL, fsync, printable, refusing
 
-FORMAT = "jaxpar tokens 2"
+FORMAT = "jaxpar tokens 3"
 MANIFEST, TOKENS, LEARNED, DOCUMENTS = "manifest.json", "tokens.bin", "learned.bin", "documents.npy"
 END, FILE, LINE, CHECKSUM = range(4)  # the columns of documents.npy
 LOOKED_FOR = 5  # raised when examples are looked through for more: caches whose remarks lack it are made again

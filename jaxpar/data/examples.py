@@ -11,6 +11,7 @@ Other fields are ignored, and named by ``ignored``. A .json, .csv or .tsv withou
 """
 
 import codecs
+import copy
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -161,6 +162,12 @@ class Examples:
         )
         self._note(self._special_in([message["content"] for message in messages]), place)
         text, spans = self.tokenizer.render(messages, tools=tools)
+        if any(
+            json.dumps(each, ensure_ascii=False) in text for each in _arguments_as_text(messages)
+        ):
+            # The template writes JSON of what it is given: of a string that is JSON already, a string in a string.
+            messages = [_with_arguments_read(message) for message in messages]
+            text, spans = self.tokenizer.render(messages, tools=tools)
         self._note(_left_out(messages, text), place)
         answers = [
             w
@@ -190,6 +197,40 @@ class Examples:
     def _count(self, what: str, place: tuple[int, int]) -> None:
         count, first = self.odd.get(what, (0, place))
         self.odd[what] = count + 1, first
+
+
+def _arguments_as_text(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields the arguments of the calls of tools that are strings of JSON, as OpenAI has them."""
+    calls = (call for message in messages for call in _calls(message))
+    for call in calls:
+        arguments = call.get("arguments")
+        if isinstance(arguments, str) and _read_arguments(arguments) != arguments:
+            yield arguments
+
+
+def _with_arguments_read(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message whose calls of tools have their arguments as objects."""
+    found = copy.deepcopy(dict(message))
+    for call in _calls(found):
+        if isinstance(call.get("arguments"), str):
+            call["arguments"] = _read_arguments(call["arguments"])
+    return found
+
+
+def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the functions that a message calls."""
+    calls = message.get("tool_calls")
+    calls = [each for each in calls if isinstance(each, dict)] if isinstance(calls, list) else []
+    functions = [each.get("function", each) for each in calls]
+    return [each for each in functions if isinstance(each, dict)]
+
+
+def _read_arguments(text: str) -> Any:
+    """Returns the object of which a text is the JSON; the text if it is not of one."""
+    with suppress(ValueError):
+        if isinstance(found := json.loads(text), dict):
+            return found
+    return text
 
 
 def _odd(message: Mapping[str, Any], *, takes_calls: bool) -> Iterator[str]:

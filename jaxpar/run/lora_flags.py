@@ -24,7 +24,8 @@ class LoraFlags:
     Attributes:
         lora_rank: Train factors of this rank beside the weights of layers, and nothing else (LoRA); 8, say. None: train all
             weights.
-        lora_targets: The weights that get factors: queries, keys and values, the output of attention, and the two of the MLP.
+        lora_targets: The weights that get factors, with peft's names: queries, keys and values (q_proj, k_proj, v_proj), the
+            output of attention (o_proj), the MLP's first (gate_proj, up_proj) and its last one (down_proj), in this order.
         lora_alpha: Scales the product of the factors by --lora-alpha / --lora-rank. None: --lora-rank, a scale of 1.
         quantize: Hold the layers' weights, which are frozen, in nf4, of four bits, in nf4-dq, whose scales are in codes too, or
             in int8 or fp8, of eight; embedding, head and norms stay float32. None: in float32.

@@ -238,6 +238,28 @@ def save_model(
         raise
 
 
+def save_model_at_least(
+    folder: Path, config: TransformerConfig, params: PyTree, *, described_by: Path
+) -> None:
+    """Writes the model of a run whose last checkpoint could not be saved; says why, if it cannot be written either.
+
+    Args:
+        folder: As for ``save_model``, as are the others.
+        config: Likewise.
+        params: Likewise.
+        described_by: Likewise.
+    """
+    if jax.process_count() > 1:
+        say(
+            f"nor is there a model in {folder}: several processes write none once a save has failed"
+        )
+        return
+    try:
+        _save_model(folder, config, params, described_by)
+    except (OSError, ValueError) as error:
+        say(f"nor could the model be written in {folder}: {error}")
+
+
 def _save_model(
     folder: Path, config: TransformerConfig, params: PyTree, described_by: Path
 ) -> None:

@@ -289,8 +289,13 @@ class Run(AbstractContextManager["Run"]):
     def _step(self) -> jax.stages.Compiled:
         return check_called("compile its step before it begins", "step", self._compiled)
 
-    def steps(self) -> Iterator[int]:
-        """Yields the steps that are left, guarded and logged; raises CallOrderError where one was not logged."""
+    def steps(self, *, if_not_saved: Callable[[], None] = lambda: None) -> Iterator[int]:
+        """Yields the steps that are left, guarded and logged; raises CallOrderError where one was not logged.
+
+        Args:
+            if_not_saved: Called where the checkpoint of the last step could not be saved, before the run ends with 74: the
+                state is nowhere else.
+        """
         self._order.begin_loop()
         common, checkpoint = self.flags.common, self.flags.checkpoint
         first = {"first_step": self.first_step, "watchers": self._watchers}
@@ -327,7 +332,12 @@ class Run(AbstractContextManager["Run"]):
         except GeneratorExit:  # a break
             self._guard.leave_loop()
             raise
-        self._resources.close()
+        try:
+            self._resources.close()
+        except SystemExit as ended:
+            if ended.code == ExitCode.NOT_SAVED:
+                if_not_saved()
+            raise
         self._seconds = self.seconds
 
     def _about(self, step: int) -> dict[str, Any]:

@@ -48,6 +48,8 @@ def check_loss(loss: Callable, outputs: PyTree, batch: PyTree, *, has_aux: bool 
         shape, dtype = jnp.shape(value), jnp.result_type(value)
         if shape != () or not jnp.issubdtype(dtype, jnp.floating):
             remedy = f"Sum it: jnp.sum({name})." if shape else f"Cast it: jnp.float32({name})."
+            if jnp.issubdtype(dtype, jnp.complexfloating):
+                remedy = "Sum real numbers: of a complex difference its jnp.abs(...) ** 2, say."
             raise ValueError(
                 f"loss must return floating-point scalars; got {name} {dtype}{list(shape)}. {remedy}"
             )
