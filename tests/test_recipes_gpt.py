@@ -3,9 +3,11 @@
 import ast
 import contextlib
 import dataclasses
+import errno
 import io
 import itertools
 import json
+import os
 import re
 import shutil
 import urllib.request
@@ -244,6 +246,31 @@ def test_a_run_goes_on_without_stages_with_split_sequences_and_flags_that_save_m
 def test_a_run_goes_on_on_one_device(run, uneven, tmp_path, one_device):
     go_on(run, uneven, LATE, tmp_path)
     assert_same(curve(tmp_path), one_device[FEW_STEPS * 3 // 4 :], within=1e-4)
+
+
+@pytest.mark.full
+def test_a_run_whose_last_checkpoint_cannot_be_saved_still_writes_its_model(
+    run, tmp_path, monkeypatch, capsys
+):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    steps = ["--steps", str(FEW_STEPS), "--checkpoint-every", str(FEW_STEPS)]
+    run(tmp_path / "saved", *steps, "--save-hf", str(tmp_path / "hf"))
+    monkeypatch.setattr("jaxpar.checkpoint.folder.Folder.seal", fail)
+    with pytest.raises(SystemExit, match="74"):
+        run(tmp_path / "run", *steps, "--save-hf", str(tmp_path / "at least"))
+    out, err = capsys.readouterr()
+    assert "error: the final state was not saved: " in err
+    assert f"written: {tmp_path / 'at least'}/, a model for transformers" in out
+    found, wanted = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("at least", "hf")
+    )
+    assert_same(found, wanted, within=0)
+    monkeypatch.setattr(model_files, "_save_model", fail)
+    with pytest.raises(SystemExit, match="74"):
+        run(tmp_path / "other", *steps, "--save-hf", str(tmp_path / "none"))
+    assert f"nor could the model be written in {tmp_path / 'none'}: " in capsys.readouterr().out
 
 
 def check_exported(out_dir):
