@@ -95,6 +95,7 @@ def shard_batch(
         check_same_everywhere(batch, mesh)
     batch, dims = _in_order_of_devices(batch, mesh, seq, sequences)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), batch_specs(batch, mesh))
+    is_whole = num_rows is None
     if num_rows is None:
         num_rows = check_batch(batch, mesh.shape[DATA], replica=mesh.shape[REPLICA])
         if seq is None:
@@ -107,10 +108,12 @@ def shard_batch(
             f"a process must give the rows that its devices hold; got {count} rows, and {len(local)} of num_rows={num_rows} "
             "are held here. Give those of jaxpar.local_rows(num_rows, mesh), or the whole batch without num_rows."
         )
-    places = [local, *(at for at, _ in dims)]
-    if _are_shared(mesh, has_columns=seq is not None):
-        check_same_rows(batch, places, mesh)
-    look_for_equal_rows(batch, places)
+    columns = [at for at, _ in dims]
+    if is_whole or _are_shared(mesh, has_columns=seq is not None):
+        num_parts = 1 if is_whole else len(local) * num_replicas(mesh) // num_rows
+        numbers = {"rows": local, "num_rows": num_rows, "num_parts": num_parts}
+        check_same_rows(batch, mesh, **numbers, columns=columns)
+    look_for_equal_rows(batch, [local, *columns])
     length, of_rows = sequence_length(batch), [(local, num_rows)]
 
     def send(leaf: Any, sharding: NamedSharding) -> jax.Array:

@@ -195,10 +195,10 @@ def _spec_with_stage(
     """Adds the ``stage`` axis: on the leading dim of stacked layers, on a free dim of any other param."""
     at = cut_of(spec, STAGE)
     if at is not None:
-        if spec[at] != STAGE or (one_layer and at > 0):
+        if mesh.shape[STAGE] > 1 and (spec[at] != STAGE or (one_layer and at > 0)):
             raise ValueError(
-                "a rule need not name the stage axis, which is added: to the leading dim of layers, and to a dim of outer "
-                f"params that it has alone; got {spec} for {path} of shape {tuple(shape)}. Leave stage out."
+                "a rule that names the stage axis must give it a dim of its own, the leading one of layers or any of outer "
+                f"params; got {spec} for {path} of shape {tuple(shape)}. Leave stage out: it is added."
             )
         return spec
     if one_layer:

@@ -334,7 +334,9 @@ def make_eval_step(
     )
 
     compare = once_for_shapes(
-        lambda params, batch: check_same_program("evaluate", jitted.lower(params, batch).as_text())
+        lambda params, batch: check_same_program(
+            "run an evaluation", jitted.lower(params, batch).as_text()
+        )
     )
     have_met: set[str] = set()
 

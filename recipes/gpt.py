@@ -213,7 +213,7 @@ def main(config: Config) -> None:
         def save_at_least() -> None:
             if own.save_hf is not None:
                 model_files.save_model_at_least(
-                    own.save_hf, shape, state.params, described_by=described_by
+                    own.save_hf, shape, state.params, described_by=described_by, flags=common
                 )
 
         for step in run.steps(if_not_saved=save_at_least):

@@ -152,7 +152,7 @@ def test_the_first_whole_batch_of_its_shapes_must_be_the_same_everywhere(monkeyp
     monkeypatch.setattr("jaxpar.data.same_batch._compared", set())
     with_another(monkeypatch, lambda values: {"batch": "another"})
     jaxpar.shard_batch({"x": np.ones((24, 2))}, mesh)  # this process holds all of the mesh
-    monkeypatch.setattr("jaxpar.data.same_batch._is_of_one", lambda mesh: False)
+    monkeypatch.setattr("jaxpar.data.same_batch._is_of_all", lambda mesh: True)
     with_another(monkeypatch, lambda values: asked.append(values) or values)
     for rows in (8, 8, 16):
         jaxpar.shard_batch(
@@ -196,7 +196,7 @@ def test_processes_that_give_the_same_bytes_for_unlike_rows_are_told_once(
 def test_later_whole_batches_are_compared_where_the_processes_meet(monkeypatch, tiny_run):
     mesh, told = jaxpar.make_mesh(data=8), []
     monkeypatch.setattr("jaxpar.data.same_batch._compared", set())
-    monkeypatch.setattr("jaxpar.data.same_batch._is_of_one", lambda mesh: False)
+    monkeypatch.setattr("jaxpar.data.same_batch._is_of_all", lambda mesh: True)
     with_another(monkeypatch, lambda values: told.append(values) or values)
     monkeypatch.setattr("jaxpar.data.same_batch._later", {"batches": 0, "crc32": 0})
     tiny_run._log = types.SimpleNamespace(flush=lambda: None)
@@ -237,9 +237,10 @@ def test_rows_are_shared_where_devices_of_several_processes_hold_them(
 def test_rows_that_several_processes_hold_must_be_the_same_in_all(monkeypatch, tiny_run):
     monkeypatch.setattr(same_batch, "_compared", set())
     monkeypatch.setattr(same_batch, "_later_of_places", {})
-    monkeypatch.setattr(same_batch, "_is_of_one", lambda mesh: False)
+    monkeypatch.setattr(same_batch, "_is_of_all", lambda mesh: True)
     with_another(monkeypatch, lambda values: values)
-    places, told = [np.arange(8)], []
+    rows, told = {"rows": np.arange(8), "num_rows": 16, "num_parts": 2}, []
+    check = lambda batch: same_batch.check_same_rows(batch, tiny_run.mesh, **rows)
 
     def with_answer(change):
         monkeypatch.setattr(
@@ -251,17 +252,18 @@ def test_rows_that_several_processes_hold_must_be_the_same_in_all(monkeypatch, t
         with_answer(change)
         monkeypatch.setattr(same_batch, "_compared", set())
         for value in (1, 2, 3):
-            same_batch.check_same_rows({"x": np.full((8, 2), value)}, places, tiny_run.mesh)
+            check({"x": np.full((8, 2), value)})
     assert len(told) == 2, "the first of its shapes"
     same_batch.check_same_since()
-    (later,) = told[-1].values()
-    assert later.startswith("4 of crc32 ")
+    assert [each[:11] for each in told[-1].values()] == ["4 of crc32 "] * 2, "of two replicas"
     with_answer(lambda own: dict.fromkeys(own, "other bytes"))
     message = r"hold the same rows, .* before they %s; got other bytes on process 1, .* on process 0\..* a seed that they share"
-    with pytest.raises(ValueError, match=message % "go on after later batches"):
+    with pytest.raises(ValueError, match=message % "go on"):
         same_batch.check_same_since()
     with pytest.raises(ValueError, match=message % "shard their first batch"):
-        same_batch.check_same_rows({"x": np.ones((8, 3))}, places, tiny_run.mesh)
+        check({"x": np.ones((8, 3))})
+    with_answer(lambda own: dict([*own.items()][1:]))
+    check({"x": np.ones((8, 4))})  # the other holds the rows of one replica
 
 
 OF_ONE_PROCESS = """
@@ -289,7 +291,7 @@ print("sum", float(evaluate(jaxpar.shard(params, shardings), batch)[0]))
     ("what", "told"),
     [
         ("rows", "must agree on them before they shard their first batch"),
-        ("loss", "must agree on their program before they evaluate"),
+        ("loss", "must agree on their program before they run an evaluation"),
         ("nothing", "sum 4.0"),
     ],
 )

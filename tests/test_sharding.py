@@ -165,7 +165,7 @@ def test_the_sizes_that_an_axis_may_have_are_as_many_as_there_are_devices():
             (
                 LAYERED,
                 {path: spec, **ALL},
-                rf"a rule need not name the stage axis, which is added: .*; got .* for {path} of .* Leave stage out",
+                rf"a rule that names the stage axis must give it a dim of its own, .*; got .* for {path} of .* Leave stage out",
             )
             for path, spec in (
                 ("outer/w", PartitionSpec(("stage", "tensor"))),

@@ -124,8 +124,13 @@ def test_of_a_conversation_what_the_assistant_says_is_learned(tmp_path, template
 
 @pytest.mark.parametrize(
     ("written", "wanted"),
-    [("arguments | tojson", '{"city": "Zürich"}'), ("arguments", '{"city":"Zürich"}')],
-    ids=["as JSON", "as it is"],
+    [
+        ("arguments | tojson", '{"city": "Zürich"}'),
+        ("arguments['city']", "Zürich"),
+        ("arguments.items() | list | length", "1"),
+        ("arguments", '{"city":"Zürich"}'),
+    ],
+    ids=["as JSON", "an entry", "its entries", "as it is"],
 )
 def test_arguments_of_a_call_are_objects_or_their_json_as_the_template_takes_them(
     tmp_path, written, wanted

@@ -57,13 +57,16 @@ def recipes() -> Path:
 
 def load(script: Path) -> ModuleType:
     """Returns the module of a script, of an installed jaxpar or of a checkout, which imports what is beside it."""
-    sys.path.append(str(script.parent))
     name = f"recipes.{script.stem}"
     spec = importlib.util.spec_from_file_location(name, script)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(script.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(script.parent))
     return module
 
 

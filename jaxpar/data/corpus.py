@@ -19,6 +19,7 @@ it, and others on the machine wait for it; without file locks each makes its own
 import contextlib
 import hashlib
 import json
+import mmap
 import os
 import secrets
 import shutil
@@ -38,7 +39,7 @@ from jaxpar.data.text import Tokenizer, check_test_fraction, held_out
 from jaxpar.fields import arg
 from jaxpar.runtime.output import FULL, fsync, printable, refusing
 
-FORMAT = "jaxpar tokens 3"
+FORMAT = "jaxpar tokens 2"
 MANIFEST, TOKENS, LEARNED, DOCUMENTS = "manifest.json", "tokens.bin", "learned.bin", "documents.npy"
 END, FILE, LINE, CHECKSUM = range(4)  # the columns of documents.npy
 LOOKED_FOR = 5  # raised when examples are looked through for more: caches whose remarks lack it are made again
@@ -227,10 +228,23 @@ def _digest(files: Sequence[Path], tokenizer: Tokenizer) -> str:
             form = (
                 " examples" if format_of(file) in SNIFFED and is_records(file) else ""
             )  # else text
+            if tokenizer.uses("tool_calls") and _mentions_calls(file):
+                form += " calls"  # whose arguments were strings in strings before
             whole.update(
                 f"{format_of(file)}{form} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode()
             )
     return whole.hexdigest()
+
+
+def _mentions_calls(file: Path) -> bool:
+    """Returns whether a file has calls of tools, as far as its bytes tell."""
+    if file.stat().st_size == 0:
+        return False
+    with (
+        file.open("rb") as content,
+        mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        return data.find(b"tool_calls") >= 0
 
 
 @contextlib.contextmanager

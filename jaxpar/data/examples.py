@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,13 +162,9 @@ class Examples:
             {what for message in messages for what in _odd(message, takes_calls=takes_calls)}, place
         )
         self._note(self._special_in([message["content"] for message in messages]), place)
-        text, spans = self.tokenizer.render(messages, tools=tools)
-        if any(
-            json.dumps(each, ensure_ascii=False) in text for each in _arguments_as_text(messages)
-        ):
-            # The template writes JSON of what it is given: of a string that is JSON already, a string in a string.
+        if takes_calls and self._reads_arguments:
             messages = [_with_arguments_read(message) for message in messages]
-            text, spans = self.tokenizer.render(messages, tools=tools)
+        text, spans = self.tokenizer.render(messages, tools=tools)
         self._note(_left_out(messages, text), place)
         answers = [
             w
@@ -175,6 +172,25 @@ class Examples:
             if message["role"] == "assistant"
         ]
         return text, spans if all(answers) else _weighted(spans, answers)
+
+    @cached_property
+    def _reads_arguments(self) -> bool:
+        """Whether the chat template takes the arguments of a call as an object, of which it writes the JSON or the entries."""
+        as_text = '{"argument": "value"}'
+
+        def written(arguments: Any) -> str | None:
+            call = {
+                "id": "1",
+                "type": "function",
+                "function": {"name": "f", "arguments": arguments},
+            }
+            answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+            with suppress(ValueError):
+                return self.tokenizer.render([{"role": "user", "content": "a"}, answer])[0]
+            return None
+
+        takes_text = as_text in (written(as_text) or "")
+        return not takes_text and written(json.loads(as_text)) is not None
 
     def _special_in(self, texts: Iterable[str]) -> set[str]:
         """Returns what to say of special tokens that somebody wrote in texts, where they are read as these tokens."""
@@ -199,17 +215,8 @@ class Examples:
         self.odd[what] = count + 1, first
 
 
-def _arguments_as_text(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields the arguments of the calls of tools that are strings of JSON, as OpenAI has them."""
-    calls = (call for message in messages for call in _calls(message))
-    for call in calls:
-        arguments = call.get("arguments")
-        if isinstance(arguments, str) and _read_arguments(arguments) != arguments:
-            yield arguments
-
-
 def _with_arguments_read(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message whose calls of tools have their arguments as objects."""
+    """Returns a message whose calls of tools have as objects what they have as strings of JSON, as OpenAI has arguments."""
     found = copy.deepcopy(dict(message))
     for call in _calls(found):
         if isinstance(call.get("arguments"), str):

@@ -103,25 +103,44 @@ def check_same_everywhere(batch: PyTree, mesh: Mesh) -> None:
     _add_sample(_later, arrays)
 
 
-def check_same_rows(batch: PyTree, places: Sequence[np.ndarray], mesh: Mesh) -> None:
+def check_same_rows(
+    batch: PyTree,
+    mesh: Mesh,
+    *,
+    rows: np.ndarray,
+    num_rows: int,
+    num_parts: int,
+    columns: Sequence[np.ndarray] = (),
+) -> None:
     """Raises ValueError if processes that hold the same rows differ in the first batch of its shapes.
 
     Later batches are compared as those of ``check_same_everywhere`` are.
 
     Args:
         batch: The rows of this process, arrays of the host.
-        places: As for ``look_for_equal_rows``.
         mesh: The mesh.
+        rows: The numbers of its rows in the whole batch.
+        num_rows: The rows of the whole batch.
+        num_parts: The replicas whose rows it has.
+        columns: The numbers of its columns, if it has some of them alone.
     """
     if not _is_compared(mesh):
         return
     kind, arrays = _kind_and_arrays(batch)
-    of_places = checksum(list(places))
-    if ("rows", *kind) not in _compared:
-        _compared.add(("rows", *kind))
-        _check_places("shard their first batch", {of_places: checksum(arrays)})
+    ids = np.array([device.id for device in mesh.devices.flat])
+    whole = [ids, np.array([num_rows]), *columns]
+    of_each = {
+        checksum([*whole, rows[part]]): [array[part] for array in arrays]
+        for part in np.array_split(np.arange(len(rows)), num_parts)
+    }
+    kind = "rows", *kind, num_rows, ids.tobytes()
+    if kind not in _compared:
+        _compared.add(kind)
+        own = {places: checksum(parts) for places, parts in of_each.items()}
+        _check_places("shard their first batch", own)
         return
-    _add_sample(_later_of_places.setdefault(of_places, {"batches": 0, "crc32": 0}), arrays)
+    for places, parts in of_each.items():
+        _add_sample(_later_of_places.setdefault(places, {"batches": 0, "crc32": 0}), parts)
 
 
 def check_same_since() -> None:
@@ -132,13 +151,13 @@ def check_same_since() -> None:
     check_agreement("train on", {"batches after the first": told(_later)}, REMEDY)
     if _later_of_places:
         of_each = {places: told(later) for places, later in _later_of_places.items()}
-        _check_places("go on after later batches", of_each)
+        _check_places("go on", of_each)
 
 
 def _is_compared(mesh: Mesh) -> bool:
     """Whether the processes compare the batches that this thread shards over a mesh."""
     is_main = threading.current_thread() is threading.main_thread()
-    return jax.process_count() > 1 and is_main and not _is_of_one(mesh)
+    return jax.process_count() > 1 and is_main and _is_of_all(mesh)
 
 
 def _kind_and_arrays(batch: PyTree) -> tuple[tuple, list[np.ndarray]]:
@@ -170,9 +189,10 @@ def _check_places(what: str, own: dict[str, str]) -> None:
             if found != same:
                 raise ValueError(
                     f"processes that hold the same rows, as stages of one replica do, must agree on them before they {what}; "
-                    f"got {found} on process {process}, {same} on process {earlier}. Read the same data in both, and draw "
-                    "what is random, such as noise and masks, from a seed that they share. If each gives other columns of "
-                    "its rows, those of jaxpar.local_rows(num_rows, mesh, seq=...), give shard_batch the same seq."
+                    f"got {found} on process {process}, {same} on process {earlier}. Read the same data and shard as many "
+                    "batches in both, and draw what is random, such as noise and masks, from a seed that they share. If "
+                    "each gives other columns of its rows, those of jaxpar.local_rows(num_rows, mesh, seq=...), give "
+                    "shard_batch the same seq."
                 )
 
 
@@ -227,6 +247,10 @@ def remark_on_equal_rows(told: Sequence[Sequence[str] | None]) -> str:
         f"processes {', '.join(map(str, equal))} give shard_batch the same bytes for unlike rows of its first batch: rows are "
         "trained on more than once, and others never. Give each those of jaxpar.local_rows(num_rows, mesh)."
     )
+
+
+def _is_of_all(mesh: Mesh) -> bool:
+    return {device.process_index for device in mesh.devices.flat} == {*range(jax.process_count())}
 
 
 def _is_of_one(mesh: Mesh) -> bool:

@@ -38,7 +38,7 @@ def render_page(data: Mapping[str, Any], *, seconds: float | None = None, versio
     """Returns the page.
 
     Args:
-        data: Data of a run (``read_run``), of plans (``plan_data``) or of a comparison, of a recipe (``all_reduce``).
+        data: Data of a run (``read_run``), of plans (``plan_data``) or of the comparison that ``all_reduce`` makes.
         seconds: For a page that is served live, the time between two updates.
         version: For such a page, a text that changes when it must be loaded again.
     """

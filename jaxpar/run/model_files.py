@@ -3,6 +3,7 @@
 import shlex
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -239,15 +240,21 @@ def save_model(
 
 
 def save_model_at_least(
-    folder: Path, config: TransformerConfig, params: PyTree, *, described_by: Path
+    folder: Path,
+    config: TransformerConfig,
+    params: PyTree,
+    *,
+    described_by: Path,
+    flags: CommonFlags,
 ) -> None:
     """Writes the model of a run whose last checkpoint could not be saved; says why, if it cannot be written either.
 
     Args:
-        folder: As for ``save_model``, as are the others.
+        folder: As for ``save_model``, as are the next three.
         config: Likewise.
         params: Likewise.
         described_by: Likewise.
+        flags: As for ``begin_to_save``.
     """
     if jax.process_count() > 1:
         say(
@@ -255,6 +262,10 @@ def save_model_at_least(
         )
         return
     try:
+        with suppress(
+            OSError
+        ):  # the disk of the run's folder is full, and that of the model may not be
+            begin_to_save(folder, flags)
         _save_model(folder, config, params, described_by)
     except (OSError, ValueError) as error:
         say(f"nor could the model be written in {folder}: {error}")

@@ -20,7 +20,7 @@ from jaxpar.trainable import check_params, is_frozen
 SHOWN = 4
 OF_PADDING = (
     f"a loss should multiply by {WEIGHT!r} of a batch, which is 0 for rows of padding (jaxpar.data.batches.pad_rows); got a "
-    "model and a loss that do not read it, so such rows count. Multiply by it, or leave it out of the batch."
+    "model and a loss that do not read it, so such rows count, if there are any. Multiply by it."
 )
 
 
