@@ -28,6 +28,21 @@ def test_initialize_joins_nothing_where_nothing_speaks_of_other_processes(monkey
     assert jax.process_count() == 1
 
 
+@pytest.mark.parametrize(
+    ("more", "is_told"),
+    [({}, True), ({"SLURM_NTASKS": "1"}, False), ({"SLURM_STEP_NODELIST": "n1"}, False)],
+)
+def test_a_process_of_a_job_of_several_tasks_that_srun_has_not_started_is_told(
+    monkeypatch, capsys, more, is_told
+):
+    for name, value in ({"SLURM_JOB_ID": "5", "SLURM_NTASKS": "2"} | more).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("jaxpar.runtime.distributed.read_process_env", lambda environ: None)
+    assert jaxpar.initialize() is False
+    told = "SLURM gives this job 2 tasks, and srun has not started this process, so it runs alone"
+    assert (told in capsys.readouterr().err) == is_told
+
+
 def test_a_part_of_a_place_is_refused():
     with pytest.raises(ValueError, match="and no JAX_COORDINATOR_ADDRESS and no JAX_PROCESS_ID"):
         jaxpar.initialize(num_processes=2)

@@ -17,7 +17,15 @@ from jaxpar.runtime import endings
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.interrupt import end_if_unhandled
 from jaxpar.runtime.meetings import answer_who_waits
-from jaxpar.runtime.process_env import LAUNCHERS, NAMES, ProcessEnv, read_process_env, timeout_of
+from jaxpar.runtime.output import tell
+from jaxpar.runtime.process_env import (
+    LAUNCHERS,
+    NAMES,
+    ProcessEnv,
+    read_process_env,
+    remark_outside_srun,
+    timeout_of,
+)
 from jaxpar.runtime.rendezvous import meet
 from jaxpar.runtime.uncaught import exit_code_of
 
@@ -153,6 +161,8 @@ def initialize(
     env = read_process_env(
         {**os.environ, **{name: str(value) for name, value in given if value is not None}}
     )
+    if env is None and (remark := remark_outside_srun(os.environ)):
+        tell(remark)
     if env is None or jax.distributed.is_initialized():
         return env is not None
     if env.num_processes > 1 and getattr(multiprocessing.current_process(), "_inheriting", False):

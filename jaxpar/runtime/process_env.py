@@ -193,6 +193,17 @@ def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
     return given | _share_of_node(given, environ.get("SLURM_LOCALID"))
 
 
+def remark_outside_srun(environ: Mapping[str, str]) -> str:
+    """Returns what to say of a process in a job of several tasks that ``srun`` has not started; "" of any other."""
+    num_tasks = environ.get("SLURM_NTASKS", "1")
+    if "SLURM_JOB_ID" not in environ or num_tasks == "1" or "SLURM_STEP_NODELIST" in environ:
+        return ""
+    return (
+        f"SLURM gives this job {num_tasks} tasks, and srun has not started this process, so it runs alone. To run in all of "
+        "them, start it by srun"
+    )
+
+
 def _from_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
     if environ.get("OMPI_COMM_WORLD_SIZE", "1") == "1" or "OMPI_COMM_WORLD_RANK" not in environ:
         return {}
