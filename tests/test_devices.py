@@ -152,7 +152,9 @@ SCRIPT = """
 from jaxpar import devices
 devices.gpu_nodes = lambda: ["/dev/nvidia0"]
 from jaxpar.commands import recipe
-import recipes.house_prices as house_prices
+import sys
+sys.path.insert(0, "recipes")
+import house_prices
 recipe.run(house_prices.main, house_prices.Config)
 """
 
