@@ -50,11 +50,12 @@ class Documents:
 
     @property
     def num_learned(self) -> int | None:
-        """The number of their tokens that are learned; None: all are, but the first of each document."""
+        """The number of their tokens that are learned, the first of a document never; None: all others are."""
         if self.learned is None:
             return None
         before = np.concatenate([[0], np.cumsum(self.learned != 0)])
-        return int((before[self.ends] - before[self.starts]).sum())
+        second = np.minimum(self.starts + 1, self.ends)
+        return int((before[self.ends] - before[second]).sum())
 
     def take(self, chosen: np.ndarray) -> "Documents":
         """Returns the documents of these numbers; no token is copied."""
