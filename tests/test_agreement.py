@@ -225,7 +225,7 @@ def test_later_whole_batches_are_compared_where_the_processes_meet(monkeypatch, 
     ],
 )
 def test_rows_are_shared_where_devices_of_several_processes_hold_them(
-    monkeypatch, axes, processes, has_columns, are_shared
+    axes, processes, has_columns, are_shared
 ):
     sizes = {axis: axes.get(axis, 1) for axis in jaxpar.make_mesh().axis_names}
     devices = [types.SimpleNamespace(process_index=process) for process in processes]

@@ -769,6 +769,13 @@ def test_labels_may_have_the_names_of_fields(capsys, tmp_path):
     assert "nothing wrong found" in written(capsys, "--check", str(path))
 
 
+@pytest.mark.parametrize(("value", "is_told"), [("cpu", True), ("cuda", False)])
+def test_a_batch_script_whose_variables_keep_jax_from_its_gpus_is_told(capsys, value, is_told):
+    main(["--kind", "sbatch", *FLAGS, "--env", f"JAX_PLATFORMS={value}", "recipes/gpt.py"])
+    told = f"the script has JAX_PLATFORMS={value} and 8 GPUs a node: the program does not use them"
+    assert (told in capsys.readouterr().err) == is_told
+
+
 def test_files_that_hold_no_manifest_or_several_apis_are_refused(capsys, tmp_path):
     path = tmp_path / "job.yaml"
     for text, flags, message in (

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpar.data.corpus import tokenise
+from jaxpar.data.examples import _read_arguments
 from jaxpar.huggingface import tokenizer
 from jaxpar.huggingface.tokenizer import read_tokenizer
 from tests.support.texts import CHATML, TEXT, write_tokenizer
@@ -149,6 +150,11 @@ def test_arguments_of_a_call_are_objects_or_their_json_as_the_template_takes_the
         file.write_text(json.dumps({"messages": messages}) + "\n")
         found = tokenise([file], own, tmp_path / "cache")
         assert learned_text(found, own) == [wanted + "<|im_end|>\n"]
+
+
+def test_arguments_that_are_no_object_stay_as_they_are():
+    for text in ("Zürich", "[1]", "{", "[" * 100_000, '{"a": 1, "a": 2}', "\ud800"):
+        assert _read_arguments(text) == text
 
 
 def test_a_question_ends_with_the_beginning_of_an_answer(folder):

@@ -233,6 +233,11 @@ def test_a_plain_function_in_a_pipeline_is_refused():
             r"floating-point scalars; got weight_sum int32\[\]. Cast it: jnp.float32\(weight_sum\)",
         ),
         (
+            lambda o, b: (jnp.sum(o * 1j), b["weight"].sum()),
+            ValueError,
+            r"floating-point scalars; got loss_sum complex64\[\]. Sum real numbers: of a complex difference its jnp.abs",
+        ),
+        (
             lambda o, b: (jnp.sum(o), jnp.sum(o**2)),
             ValueError,
             r"weight_sum must depend on the batch alone.*got a loss whose weight_sum depends on the outputs. Compute it",
@@ -264,6 +269,7 @@ def test_a_plain_function_in_a_pipeline_is_refused():
         "triple",
         "vector",
         "integer",
+        "complex",
         "depends",
         "none",
         "no weight",

@@ -228,7 +228,7 @@ def _digest(files: Sequence[Path], tokenizer: Tokenizer) -> str:
             form = (
                 " examples" if format_of(file) in SNIFFED and is_records(file) else ""
             )  # else text
-            if tokenizer.uses("tool_calls") and _mentions_calls(file):
+            if tokenizer.uses("tool_calls") and _mentions_calls(content):
                 form += " calls"  # whose arguments were strings in strings before
             whole.update(
                 f"{format_of(file)}{form} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode()
@@ -236,14 +236,11 @@ def _digest(files: Sequence[Path], tokenizer: Tokenizer) -> str:
     return whole.hexdigest()
 
 
-def _mentions_calls(file: Path) -> bool:
-    """Returns whether a file has calls of tools, as far as its bytes tell."""
-    if file.stat().st_size == 0:
+def _mentions_calls(content: BinaryIO) -> bool:
+    """Returns whether the bytes of a file name calls of tools."""
+    if os.fstat(content.fileno()).st_size == 0:  # which mmap refuses
         return False
-    with (
-        file.open("rb") as content,
-        mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as data,
-    ):
+    with mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return data.find(b"tool_calls") >= 0
 
 

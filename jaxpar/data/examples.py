@@ -12,7 +12,6 @@ Other fields are ignored, and named by ``ignored``. A .json, .csv or .tsv withou
 
 import codecs
 import copy
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -176,7 +175,7 @@ class Examples:
     @cached_property
     def _reads_arguments(self) -> bool:
         """Whether the chat template takes the arguments of a call as an object, of which it writes the JSON or the entries."""
-        as_text = '{"argument": "value"}'
+        as_text, as_object = '{"argument": "value"}', {"argument": "value"}
 
         def written(arguments: Any) -> str | None:
             call = {
@@ -190,7 +189,7 @@ class Examples:
             return None
 
         takes_text = as_text in (written(as_text) or "")
-        return not takes_text and written(json.loads(as_text)) is not None
+        return not takes_text and written(as_object) is not None
 
     def _special_in(self, texts: Iterable[str]) -> set[str]:
         """Returns what to say of special tokens that somebody wrote in texts, where they are read as these tokens."""
@@ -235,7 +234,7 @@ def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _read_arguments(text: str) -> Any:
     """Returns the object of which a text is the JSON; the text if it is not of one."""
     with suppress(ValueError):
-        if isinstance(found := json.loads(text), dict):
+        if isinstance(found := parse_json(text.encode(), "arguments"), dict):
             return found
     return text
 
@@ -429,7 +428,7 @@ def check_tools(tools: Any) -> list[Any] | None:
     found = tools
     if isinstance(tools, str):
         with suppress(ValueError):
-            found = json.loads(tools)
+            found = parse_json(tools.encode(), "tools")
     if found is not None and not (
         isinstance(found, list) and all(isinstance(each, Mapping) for each in found)
     ):

@@ -25,9 +25,8 @@ REMEDY = (
 )
 SAMPLE = 4096  # numbers of an array
 _later = {"batches": 0, "crc32": 0}  # whole batches after the first of their kind
-_later_of_places: dict[
-    str, dict[str, int]
-] = {}  # the same of rows that several processes hold, by a checksum of their numbers
+# The same of rows that several processes hold, by a checksum of the rows' numbers.
+_later_of_places: dict[str, dict[str, int]] = {}
 MOST_LOOKS, MOST_PROCESSES = (
     8,
     64,
