@@ -3,8 +3,11 @@
     level   sharded              collectives over data and context together
     0       nothing              gradients: one all-reduce per step
     1       optimizer state      gradients: one reduce-scatter per step; params: one all-gather, after the update
-    2       and gradients        layers: a reduce-scatter whenever gradients are computed, so sums are always sharded
-    3       and params           layers: an all-gather before each use, a reduce-scatter in each backward pass; outer once
+    2       and gradients        a reduce-scatter whenever gradients are computed, so sums are always sharded
+    3       and params           layers: an all-gather before each use; outer: one per step
+
+At levels 2 and 3 stacked layers are reduced one at a time, and outer with each microbatch; with several stages, each of which
+runs embedding and head in a few ticks only, outer once per step. So are layers in a list, and a function without layers.
 
 The devices of both axes hold the same params and add up their gradients, whether they have other rows or other parts of the
 same rows. A param is sharded along its first dim that no other axis shards and that their number divides; a param without one
@@ -35,7 +38,7 @@ from jaxtyping import PyTree
 from jaxpar.data_parallel import reduce_gradients
 from jaxpar.dtypes import by_parts, from_floats, merge, to_floats, widen
 from jaxpar.layered_model import LAYERS, OUTER
-from jaxpar.mesh import CONTEXT, DATA, OF_ZERO, REPLICA, REPLICAS, TENSOR, cut_of, entry_axes
+from jaxpar.mesh import CONTEXT, DATA, OF_ZERO, REPLICA, REPLICAS, STAGE, TENSOR, cut_of, entry_axes
 from jaxpar.shard_map import on_tensor_shards, tensor_part
 from jaxpar.trainable import only_trained
 
@@ -52,8 +55,9 @@ class ZeroShard:
         tensor: Its PartitionSpec over ``tensor``.
         ndim: The number of its dims. An array of fewer dims is one layer of it, without the leading dim.
         dtype: Its dtype.
-        is_early: Whether its gradient is reduced whenever it is computed, not once a step: at levels 2 and 3 in stacked layers.
+        is_early: Whether its gradient is reduced whenever it is computed, not once a step: at levels 2 and 3.
         is_param: Whether the param itself is sharded, and gathered where it is used: at level 3.
+        is_layer: Whether it holds stacked layers, which are gathered and reduced one at a time.
         owned: The dim that its own sharding puts over ``data``; None: none. A replica computes with its part, whose gradient is
             complete once it is summed over ``context``.
     """
@@ -65,6 +69,7 @@ class ZeroShard:
     dtype: Any
     is_early: bool
     is_param: bool
+    is_layer: bool
     owned: int | None = None
 
     @property
@@ -148,6 +153,7 @@ def zero_shard(
     mesh: Mesh | AbstractMesh,
     *,
     is_layer: bool = False,
+    once: bool = True,
 ) -> ZeroShard:
     """Returns the ZeroShard of a param.
 
@@ -156,7 +162,8 @@ def zero_shard(
         param: An array or ShapeDtypeStruct.
         spec: Its PartitionSpec; dims that it shards over other axes are not used.
         mesh: The mesh.
-        is_layer: Whether it holds stacked layers, which are gathered and scattered one at a time.
+        is_layer: Whether it holds stacked layers.
+        once: Whether its gradient is reduced once a step at any level.
     """
     owned = cut_of(spec, DATA)
     axes = [axis for axis in OF_ZERO if mesh.shape[axis] > 1]
@@ -170,8 +177,9 @@ def zero_shard(
         tensor_part(spec),
         len(param.shape),
         param.dtype,
-        is_early=is_sharded and is_layer and level >= 2,
+        is_early=is_sharded and level >= 2 and not once,
         is_param=is_sharded and level == 3,
+        is_layer=is_layer,
         owned=owned,
     )
 
@@ -248,12 +256,17 @@ class Zero:
     @property
     def gathers_layers(self) -> bool:
         """Whether the params of layers are gathered one layer at a time (level 3)."""
-        return any(shard.is_param and shard.is_early for shard in self.of_params)
+        return any(shard.is_param and shard.is_layer for shard in self.of_params)
 
     @property
-    def scatters_layers(self) -> bool:
-        """Whether the gradients of layers are reduce-scattered one layer at a time (levels 2 and 3)."""
+    def scatters_early(self) -> bool:
+        """Whether gradients are reduce-scattered whenever they are computed (levels 2 and 3)."""
         return any(shard.is_early for shard in self.of_grads)
+
+    def by_grad(self, numbers: Sequence[int]) -> dict[int, "Zero"]:
+        """Returns that of each gradient, by numbers that are given for them."""
+        pairs = zip(numbers, self.of_grads, strict=True)
+        return {number: replace(self, shards=shard) for number, shard in pairs}
 
     def fetch(self, params: PyTree) -> PyTree:
         """Returns whole params, in the dtypes that are given: they may be cast already.
@@ -266,7 +279,7 @@ class Zero:
         """Returns params with all but stacked layers whole, which a step fetches once for all microbatches."""
 
         def fetched(shard: ZeroShard, param: jax.Array) -> jax.Array:
-            return param if shard.is_early else shard.gather(param)
+            return param if shard.is_layer else shard.gather(param)
 
         return map_leaves(fetched, self.of_params, params)
 
@@ -357,8 +370,11 @@ def zero_of(
     shard = partial(zero_shard, level, mesh=mesh)
     shards = jax.tree.map(shard, params, specs)
     if stacked:
-        of_layer = partial(shard, is_layer=True)
-        shards[LAYERS] = jax.tree.map(of_layer, params[LAYERS], specs[LAYERS])
+        of_part = {
+            LAYERS: partial(shard, is_layer=True, once=False),
+            OUTER: partial(shard, once=mesh.shape[STAGE] > 1),
+        }
+        shards |= {part: jax.tree.map(of, params[part], specs[part]) for part, of in of_part.items()}
     return Zero(shards, reduce_dtype, overlaps)
 
 

@@ -126,7 +126,7 @@ def build_stage(
         params: This stage's packed layers ``[num_chunks * positions_per_chunk, ...]`` and all of outer.
         microbatches: ``[num_microbatches, rows, ...]``, the same on every stage.
         total_weight: The weight of the whole batch; gradients are those of loss_sum / total_weight.
-        zero: What the stage exchanges with other replicas for its layers.
+        zero: What the stage exchanges with other replicas.
         layer_shards: How the params of a layer are sharded over ``tensor``, by default replicated.
         outer_specs: The PartitionSpecs over ``tensor`` of outer, by default replicated.
     """
@@ -136,7 +136,8 @@ def build_stage(
     of_one = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
     microbatch = jax.tree.map(of_one, microbatches)
     x = jax.eval_shape(model.embed, params[OUTER], microbatch)
-    one_layer = jax.eval_shape(zero.fetch, jax.tree.map(of_one, params[LAYERS]))
+    of_layers, of_outer = zero[LAYERS], zero[OUTER].by_grad(trained_indices(params[OUTER]))
+    one_layer = jax.eval_shape(of_layers.fetch, jax.tree.map(of_one, params[LAYERS]))
     trained_layer = jax.tree.leaves(only_trained(one_layer))
     # XLA's CPU backend has not all products of 16-bit floats in float32.
     widens_grads = on_gpus() and writes_out(program, layout)
@@ -148,8 +149,8 @@ def build_stage(
     _refuse_permutes(program, ends, split, layout)
     outer = _in_memory(jax.tree.leaves(params[OUTER]), program, outer_specs)
     orders = orders_in_memory(split, cuts, shards.num_shards, masks=program.masks)
-    layer = Layer(split, LayerPasses(split, program.masks), zero, jax.tree.leaves(x), orders)
-    added = jax.eval_shape(zero.add, list(map(_wide, trained_layer)))
+    layer = Layer(split, LayerPasses(split, program.masks), of_layers, jax.tree.leaves(x), orders)
+    added = jax.eval_shape(of_layers.add, list(map(_wide, trained_layer)))
     layer_sums = [_stacked(grad, layout) for grad in added]
     loss_sums = jax.tree.map(_wide, ends.loss_sums)
     cast = split.cast(leaves)
@@ -162,7 +163,8 @@ def build_stage(
         head=_read_by_head(ends, outer, casts=program.masks),
         microbatches=microbatches,
         total_weight=total_weight,
-        sums=(layer_sums, _outer_sums(params[OUTER]), loss_sums),
+        sums=(layer_sums, _outer_sums(params[OUTER], of_outer), loss_sums),
+        zero=of_outer,
     )
 
 
@@ -176,10 +178,10 @@ def _stacked(grad: Any, layout: LayerLayout) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((positions, *grad.shape), grad.dtype)
 
 
-def _outer_sums(outer: PyTree) -> Outer:
+def _outer_sums(outer: PyTree, zero: Mapping[int, Zero]) -> Outer:
     """Returns the shapes of the sums of outer gradients."""
     leaves = jax.tree.leaves(outer)
-    return {i: _wide(leaves[i]) for i in trained_indices(outer)}
+    return {i: jax.eval_shape(of_grad.add, _wide(leaves[i])) for i, of_grad in zero.items()}
 
 
 def _parts_of_head(

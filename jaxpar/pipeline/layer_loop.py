@@ -173,7 +173,7 @@ class LayerLoop:
         """
         zero = self.layer.zero
         waits = zero.gathers_layers or zero.overlaps or self.program.is_in_turn
-        return zero.scatters_layers and waits
+        return zero.scatters_early and waits
 
     def _adding(self, row: OpRow, grads_of: GradsOf) -> Callable:
         """The body of a loop that adds the gradients of a layer at once."""

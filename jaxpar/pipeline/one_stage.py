@@ -94,9 +94,12 @@ def _tick(
         state, y, stored = layers.forward(state, row, x)
     with jax.named_scope("head"):
         loss_sums, grads, ct = ends.head(stage.head, y, microbatch, stage.total_weight)
-        state = stage.add_head(True, state, row, loss_sums, grads, [])
-        # XLA would leave the gradients of the head to the end, and keep those of the logits.
-        of_head = {i: state.outer_grads[i] for i in grads}
+        # XLA would leave the gradients of the head to the end, and keep those of the logits. So layers
+        # wait for the sums, and where collectives come first, for the gradients alone.
+        sent = {i: grad for i, grad in grads.items() if stage.zero[i].scatters_early}
+        ct, sent = jax.lax.optimization_barrier((ct, sent))
+        state = stage.add_head(True, state, row, loss_sums, grads | sent, [])
+        of_head = {i: state.outer_grads[i] for i in grads if i not in sent}
         ct, of_head = jax.lax.optimization_barrier((ct, of_head))
         state = state._replace(outer_grads=state.outer_grads | of_head)
     with jax.named_scope("B"):
@@ -120,6 +123,7 @@ class _WrittenOut:
         self.gathers = shapes(whole) != shapes(self.params[0])
         self.decodes = not all(map(is_float, self.params[0]))
         self.as_given = [] if self.gathers else stage.layers.as_given
+        self.sent_by_head = [i for i in stage.ends.head_trains if stage.zero[i].scatters_early]
 
     def first_state(self) -> State:
         zeros = lambda total: jnp.zeros(total.shape, total.dtype)
@@ -148,15 +152,19 @@ class _WrittenOut:
         ct: Arrays,
         stored: Stored,
     ) -> tuple[State, Arrays]:
-        sums, weights = list(state.layer_grads), stored.last_weights
-        for index in reversed(range(len(sums))):
+        weights = stored.last_weights
+        # The head is above the last layer.
+        sums = [*state.layer_grads, [state.outer_grads[i] for i in self.sent_by_head]]
+        for index in reversed(range(len(self.params))):
             ahead, ct = self._fetch(index - 1, ct)
             # The sums of this layer and of the one above, whose gradients are under way.
             of_two = sums[index : index + 2]
             ct, of_two = self._backward_one(weights, stored.residuals[index], ct, of_two)
             sums[index : index + 2] = self._reduced(of_two) if row.reduces else of_two
             weights = ahead
-        return state._replace(layer_grads=sums), ct
+        *of_layers, of_head = sums
+        outer = state.outer_grads | dict(zip(self.sent_by_head, of_head, strict=True))
+        return state._replace(layer_grads=of_layers, outer_grads=outer), ct
 
     def _fetch(self, index: int, beside: Arrays) -> tuple[Arrays, Arrays]:
         """Returns the weights of a layer, none if there is none, and what the layer beside it reads.

@@ -39,6 +39,7 @@ from jaxpar.pipeline.program import OpRow, Program, Row, op_row
 from jaxpar.pipeline.segments import Segment
 from jaxpar.schedule import Schedule
 from jaxpar.shard_map import whole_over_tensor
+from jaxpar.zero import Zero
 
 Embed = Callable[[Outer, PyTree], list]
 
@@ -56,6 +57,7 @@ class Stage:
         microbatches: ``[num_microbatches, rows, ...]``.
         total_weight: The weight of the whole batch.
         sums: The shapes of ``layer_grads``, ``outer_grads`` and ``loss`` of a State.
+        zero: What the stage exchanges with other replicas for each outer param that is trained.
     """
 
     program: Program
@@ -66,6 +68,7 @@ class Stage:
     microbatches: PyTree
     total_weight: jax.Array
     sums: tuple[list, Outer, PyTree]
+    zero: dict[int, Zero]
 
     @property
     def layer(self) -> Layer:
@@ -314,7 +317,7 @@ class Stage:
         if ct:
             # Where this is off, its slot is the spare one, which no op that is on reads.
             inbox = buffers.put_cotangent(inbox, self.x, ct, row.out)
-        added = {i: add(outer[i], grad) for i, grad in grads.items()}
+        added = {i: add(outer[i], self.zero[i].add(grad)) for i, grad in grads.items()}
         loss = jax.tree.map(add, state.loss, loss_sums)
         return state._replace(inbox=inbox, outer_grads=outer | added, loss=loss)
 
@@ -350,11 +353,15 @@ class Stage:
     def run_embed_back(self, on: Mask, state: State, row: OpRow, dx: list) -> State:
         """Runs the backward pass of the embedding."""
         outer = state.outer_grads
-        totals = {i: outer[i] for i in self.ends.embed_trains}
+        scattered = {i for i in self.ends.embed_trains if self.zero[i].scatters_early}
+        # Rows that were looked up are added to whole arrays: to the sums, or to zeros, of which each replica adds its shard.
+        zeros = {i: jnp.zeros(self.embed[i].shape, outer[i].dtype) for i in scattered}
+        totals = {i: outer[i] for i in self.ends.embed_trains} | zeros
         given = self.embed, self.microbatch(row.microbatch), dx
         select = partial(masked, on)
-        added = add_grads(totals, self.ends.embed_backward, *given, select=select)
-        return state._replace(outer_grads=outer | added)
+        grads = add_grads(totals, self.ends.embed_backward, *given, select=select)
+        sums = {i: outer[i] + self.zero[i].add(grads[i]) for i in scattered}
+        return state._replace(outer_grads=outer | grads | sums)
 
     def weights(self, state: State, row: OpRow) -> tuple[State, tuple]:
         """W."""

@@ -4,7 +4,7 @@ The state and the shardings of params and gradients come from the code that shar
 """
 
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -209,7 +209,7 @@ def _pipelined(
     working = max(one_layer + messages, head, analysis.embed_bytes) + late
     working += _cast_layers(choice, analysis, at_rest, positions) + _gathered(at_rest)
     return {
-        "gradients": _summed_layers(choice, at_rest, positions) + _summed_outer(at_rest),
+        "gradients": _summed_layers(choice, at_rest, positions) + _summed_outer(choice, at_rest),
         "activations": sum(buffers[name] for name in rings),
         "working": working,
     }
@@ -227,14 +227,17 @@ def _in_turn(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str, i
     layers = analysis.shape.num_layers
     kept = found["activations"]
     waiting = min(_most_waiting(choice, layers), layers)
-    in_layer = _in_backward(choice, analysis, at_rest, kept // layers, waiting)
+    of_layer = partial(_in_backward, choice, analysis, at_rest, kept // layers)
+    # Above the last layer is the head.
+    in_layer = max(of_layer(waiting), of_layer(1) + _sent(at_rest, analysis.ends.head_reads))
     in_layer += _cast_layers(choice, analysis, at_rest, layers)
     in_layer += _gathered(at_rest) - _gathered_to_cast(analysis, at_rest)
     in_layer += _cast_head(analysis, at_rest)
-    at_end = layers * max(_summed_one(at_rest), default=0) - kept
-    # Gathered params lie between what comes and goes, where XLA leaves about as much free as the largest of them takes.
-    gaps = max(_gathered_each(at_rest), default=0)
-    at_peak = max(found["working"], in_layer) + gaps
+    in_embed = _sent(at_rest, analysis.ends.embed_reads) + sum(_summed_one(at_rest)) - kept
+    at_end = max(in_embed, layers * max(_summed_one(at_rest), default=0) - kept)
+    # Gathered params lie between gradients that come and go, where XLA leaves about as much free as the largest of them takes.
+    in_layer += max(_gathered_each(at_rest), default=0)
+    at_peak = max(found["working"], in_layer)
     return found | {"working": max(at_peak, at_end)}
 
 
@@ -288,8 +291,11 @@ def _one_batch(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str,
     # Of a gradient that is sharded a device keeps its part.
     sums = _summed_each(choice, at_rest, layers, scattered="is_sharded")
     of_layers = sum(sums)
-    in_head = (i for i in at_rest.trained_outer if i in analysis.ends.head_dtypes)
-    of_head = wide_bytes(at_rest.outer_in_use[i] for i in in_head)
+    ends = analysis.ends
+    of_head = _summed_outer(choice, at_rest, ends.head_reads)
+    sent_by_head, sent_by_embed = (
+        _sent(at_rest, reads) for reads in (ends.head_reads, ends.embed_reads)
+    )
     # With remat the count of a layer that runs again is high enough without them.
     gathered = 0 if choice.remat is True else 2 * _gathered_layer(analysis, at_rest)
 
@@ -301,7 +307,7 @@ def _one_batch(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str,
         return {
             "gradients": of_head + of_layers * (done + 1 - waiting) // layers,
             "activations": rest * stored,
-            "working": casts * rest // layers + in_layer + gathered,
+            "working": casts * rest // layers + in_layer + gathered + (0 if done else sent_by_head),
         }
 
     at_head = {
@@ -310,9 +316,9 @@ def _one_batch(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str,
         "working": casts + _cast_head(analysis, at_rest) + analysis.head_bytes_of_op,
     }
     at_end = {
-        "gradients": of_layers + _summed_outer(at_rest),
+        "gradients": of_layers + _summed_outer(choice, at_rest),
         "activations": 0,
-        "working": max(analysis.embed_bytes, max(sums, default=0)),
+        "working": max(analysis.embed_bytes, max(sums, default=0), sent_by_embed),
     }
     moments = (at_head, at_end, *map(in_backward, range(layers)))
     return max(moments, key=lambda parts: sum(parts.values()))
@@ -329,7 +335,7 @@ def _accumulating(
     kept = layers * _stored(choice, analysis)
     one_layer = analysis.remat_bytes if choice.remat is True else analysis.backward_bytes
     own = _summed_one(at_rest)
-    outer = _summed_outer(at_rest)
+    outer = sum(_outer_each(at_rest).values())
     gathered = _gathered(at_rest)
     # A scan scatters gradients of params that it gathers; those of others are whole until it ends.
     of_layers = _summed_layers(choice, at_rest, layers, scattered="is_param")
@@ -346,7 +352,7 @@ def _accumulating(
     at_end += 0 if many and choice.zero == 1 else sent
     peak = max(in_head, in_layers, at_end)
     if many:
-        sums = _summed_layers(choice, at_rest, layers) + outer
+        sums = _summed_layers(choice, at_rest, layers) + _summed_outer(choice, at_rest)
         gradients += sums
         # Sums are reduced over replicas after the last use of an activation; XLA for CPU devices does not do it in place.
         copied = 3 * sums if choice.parts(REPLICAS) > 1 and not masks else 0
@@ -373,9 +379,29 @@ def _summed_each(
     return sums
 
 
-def _summed_outer(at_rest: AtRest) -> int:
-    """The sums of the gradients of embedding and head, float32 or wider."""
-    return wide_bytes(at_rest.outer_in_use[i] for i in at_rest.trained_outer)
+def _summed_outer(choice: Choice, at_rest: AtRest, reads: Iterable[int] | None = None) -> int:
+    """The sums of the gradients of embedding and head; of those that are scattered early a device stores only its shard.
+
+    ``reads`` has the numbers of the params that count, by default all.
+    """
+    each, shards = _outer_each(at_rest), at_rest.step.zero[OUTER].of_grads
+    total = 0
+    for (i, whole), shard in zip(each.items(), shards, strict=True):
+        if reads is None or i in reads:
+            total += whole // choice.parts(shard.axes) if shard.is_early else whole
+    return total
+
+
+def _outer_each(at_rest: AtRest) -> dict[int, int]:
+    """The gradients of embedding and head, float32 or wider, by the number of their param."""
+    return {i: wide_bytes([at_rest.outer_in_use[i]]) for i in at_rest.trained_outer}
+
+
+def _sent(at_rest: AtRest, reads: Iterable[int]) -> int:
+    """Those of the params that an end reads that are whole while a microbatch sends them, since they are scattered early."""
+    each, shards = _outer_each(at_rest), at_rest.step.zero[OUTER].of_grads
+    early = (i for i, shard in zip(each, shards, strict=True) if shard.is_early)
+    return sum(each[i] for i in early if i in reads)
 
 
 def _cast_layers(choice: Choice, analysis: Analysis, at_rest: AtRest, positions: int) -> int:

@@ -25,6 +25,7 @@ from jaxpar.schedule import PLACEMENT
 GRADIENTS = "gradients"
 # Reduced in the backward pass: once a step, or at ZeRO 2 and 3 with each microbatch.
 ONCE, IN_EACH = "gradients of layers", "gradients of a layer"
+OF_OUTER = "gradients of embedding and head"
 GRADIENTS_OF_LAYERS = ONCE, IN_EACH
 SCALAR = 4  # float32: the loss, the weight, or a gradient's sum of squares or count of values that are not finite
 
@@ -95,7 +96,7 @@ def _over_replicas(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Itera
     yield from _whole_gradients(choice, at_rest)
     yield from _sharded_gradients(choice, at_rest)
     yield from _of_layers(choice, analysis, at_rest)
-    yield from _of_outer_params(choice, at_rest)
+    yield from _of_outer(choice, analysis, at_rest)
 
 
 def _whole_gradients(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
@@ -156,8 +157,18 @@ def _of_layers(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[
             )
 
 
-def _of_outer_params(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
-    shards = at_rest.step.zero[OUTER].of_params
+def _of_outer(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[Transfer]:
+    """Yields what ZeRO moves for embedding and head: sums of gradients of each microbatch, and params once a step."""
+    zero, ends = at_rest.step.zero[OUTER], analysis.ends
+    # On GPUs a param that both ends read has a gradient of each.
+    in_turn = choice.runs_pipeline or choice.is_in_turn(analysis.shape.num_layers)
+    for index, shard in zip(at_rest.trained_outer, zero.of_grads, strict=True):
+        if shard.is_early:
+            is_shared = index in ends.embed_reads and index in ends.head_reads
+            times = choice.num_microbatches * (2 if in_turn and is_shared else 1)
+            size = num_bytes([at_rest.outer_in_use[index]])
+            yield from _over(choice, shard.axes, "reduce-scatter", size, times, OF_OUTER)
+    shards = zero.of_params
     for leaf, shard in zip(at_rest.outer_in_use, shards, strict=True):
         if shard.is_param:
             size = num_bytes([leaf])
@@ -187,7 +198,7 @@ def _over_stage(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
     for leaf, spec in zip(trained, specs, strict=True):
         kind = "reduce-scatter" if STAGE in spec else "all-reduce"
         size = num_bytes([leaf])
-        yield Transfer(STAGE, kind, size, 1, choice.stage, "gradients of embedding and head")
+        yield Transfer(STAGE, kind, size, 1, choice.stage, OF_OUTER)
     outer = jax.tree.leaves(at_rest.params[OUTER])
     for leaf, on_device in zip(outer, at_rest.outer_at_rest, strict=True):
         if STAGE in leaf.sharding.spec:

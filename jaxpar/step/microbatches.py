@@ -74,8 +74,10 @@ class _OneByOne:
 
         def one(microbatch: PyTree) -> SumsAndGrads:
             sums, grads = self.grads(of_trained, only_trained(params), microbatch)
-            # The vjp of a layer that gathers its params has added their gradients.
-            return sums, grads if zero.gathers_layers else zero.add(grads)
+            if zero.gathers_layers:
+                # The vjp of a layer that gathers its params has added their gradients.
+                return sums, grads | {OUTER: zero[OUTER].add(grads[OUTER])}
+            return sums, zero.add(grads)
 
         return accumulate(one, rows, num_microbatches)
 
@@ -88,7 +90,8 @@ class _OneByOne:
         def one(microbatch: PyTree, earlier: PyTree | None = None) -> SumsAndGrads:
             trained = self.params | {LAYERS: layers.zeros(earlier)}
             outputs = partial(layers.outputs, earlier)
-            return self.grads(outputs, trained, microbatch)
+            sums, grads = self.grads(outputs, trained, microbatch)
+            return sums, grads | {OUTER: self.sharding.zero[OUTER].add(grads[OUTER])}
 
         others, last = _before_last(rows, num_microbatches)
         if num_microbatches == 1:

@@ -81,7 +81,7 @@ def _run_pipeline(
         params,
         microbatches=split_microbatches(rows, program.schedule.num_microbatches),
         total_weight=total_weight,
-        zero=sharding.zero[LAYERS],
+        zero=sharding.zero,
         layer_shards=sharding.layer_shards,
         outer_specs=jax.tree.map(lambda shard: shard.tensor, sharding.zero.shards[OUTER]),
     )

@@ -66,7 +66,7 @@ def wide_shards(params: PyTree, zero: Zero) -> PyTree:
     """
 
     def of(param: Any, shard: Any) -> Any:
-        is_wide = not is_frozen(param) and shard.is_early and shard.is_param
+        is_wide = not is_frozen(param) and shard.is_layer and shard.is_param
         return widen(param) if is_wide else param
 
     return jax.tree.map(of, params, zero.shards, is_leaf=is_frozen)
