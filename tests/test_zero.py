@@ -11,12 +11,13 @@ import optax
 import pytest
 
 import jaxpar
+from jaxpar._compat import equations
 from jaxpar.models import mlp
 from jaxpar.params import init_params
 from jaxpar.run import BasicFlags, Run
 from jaxpar.run.start import left_whole_lines
 from jaxpar.step.sharding import left_whole
-from tests.support import tiny
+from tests.support import tiny, tiny_gpt
 from tests.support.covering import covering
 from tests.support.oracle import assert_same
 from tests.support.tiers import quick
@@ -196,6 +197,30 @@ def test_level_3_gathers_a_layer_each_time_it_runs():
     assert 2 * matrices <= gathered <= 2 * (matrices + biases), (
         "once forward, once backward, and never kept"
     )
+
+
+@pytest.mark.parametrize("masks", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize(
+    ("zero", "overlaps"), [(1, False), (1, True), (2, False), (2, True), (3, False)]
+)
+def test_the_sums_of_microbatches_are_shards_from_level_2_on(zero, overlaps, masks):
+    """Also those of embedding and head; those of level 1 are reduced at the end alone."""
+    mesh = jaxpar.make_mesh(data=4)
+    params = tiny_gpt.on_mesh(mesh, tiny_gpt.make_params(num_layers=2, vocab=24, embed=16))
+    step = jaxpar.value_and_grad(
+        tiny_gpt.MODEL,
+        tiny_gpt.loss,
+        mesh,
+        num_microbatches=4,
+        zero=zero,
+        overlap_grad_reduce=overlaps,
+        mask_idle_ops=masks,
+    )
+    batch = jaxpar.shard_batch(tiny_gpt.make_batch(vocab=24), mesh)
+    loops = [e for e in equations(jax.make_jaxpr(step)(params, batch)) if e.primitive.name == "scan"]
+    carried = {leaf.aval.shape for loop in loops for leaf in loop.outvars}
+    whole, shard = (24, 16), (6, 16)
+    assert (whole in carried, shard in carried) == (zero == 1, zero > 1)
 
 
 def test_settings_that_cannot_be_are_refused():
