@@ -374,7 +374,9 @@ def zero_of(
             LAYERS: partial(shard, is_layer=True, once=False),
             OUTER: partial(shard, once=mesh.shape[STAGE] > 1),
         }
-        shards |= {part: jax.tree.map(of, params[part], specs[part]) for part, of in of_part.items()}
+        shards |= {
+            part: jax.tree.map(of, params[part], specs[part]) for part, of in of_part.items()
+        }
     return Zero(shards, reduce_dtype, overlaps)
 
 

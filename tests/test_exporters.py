@@ -138,8 +138,13 @@ def test_a_busy_port_is_refused():
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(OSError, match=rf"metrics_port must be free; got 127.0.0.1:{port}"):
+        rule = "metrics_port must be free, and metrics_address an address of this machine; got"
+        with pytest.raises(OSError, match=rf"{rule} 127.0.0.1:{port}"):
             PrometheusExporter(port)
+    with pytest.raises(
+        OSError, match=rf"{rule} 192.0.2.1:{port}.*Choose another port, or another addr"
+    ):
+        PrometheusExporter(port, address="192.0.2.1")  # of documentation: no machine has it
 
 
 def test_watchers_are_closed_when_a_run_breaks_off(tmp_path):

@@ -217,7 +217,9 @@ def test_the_sums_of_microbatches_are_shards_from_level_2_on(zero, overlaps, mas
         mask_idle_ops=masks,
     )
     batch = jaxpar.shard_batch(tiny_gpt.make_batch(vocab=24), mesh)
-    loops = [e for e in equations(jax.make_jaxpr(step)(params, batch)) if e.primitive.name == "scan"]
+    loops = [
+        e for e in equations(jax.make_jaxpr(step)(params, batch)) if e.primitive.name == "scan"
+    ]
     carried = {leaf.aval.shape for loop in loops for leaf in loop.outvars}
     whole, shard = (24, 16), (6, 16)
     assert (whole in carried, shard in carried) == (zero == 1, zero > 1)

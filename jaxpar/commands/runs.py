@@ -157,7 +157,7 @@ def _serve_report(
     except OSError as error:
         raise ValueError(
             f"--address and --port must be free on this machine; got {with_port(address, port)} ({error.strerror}). Choose "
-            "another port."
+            "an address of this machine, or another port."
         ) from error
     print(f"{run} at http://{with_port(address, port)}/, until Ctrl-C", flush=True)
     with server:

@@ -213,12 +213,22 @@ def check_image(image: str) -> None:
         )
 
 
+# Of `sbatch --signal`, in seconds.
+LONGEST_NOTICE = 65_535
+
+
 def to_sbatch(job: Job) -> str:
     """Returns the job as the text of a script for ``sbatch``.
 
     Raises:
-        ValueError: The time limit leaves none to train, since the signal to save comes before it.
+        ValueError: The time limit leaves none to train, since the signal to save comes before it; or the signal comes earlier
+            than SLURM sends one.
     """
+    if job.grace_seconds > LONGEST_NOTICE:
+        raise ValueError(
+            f"SLURM sends the signal to save at most {LONGEST_NOTICE:,} s before the end; got {arg(save_seconds=job.save_seconds)}, "
+            f"for which it would come {job.grace_seconds:,} s before it. Choose fewer {arg('save_seconds')}."
+        )
     if job.hours * 3600 <= job.grace_seconds:
         raise ValueError(
             f"{arg('hours')} must be more than the time to save, {job.grace_seconds} s; got {arg(hours=job.hours)}, "

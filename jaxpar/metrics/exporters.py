@@ -80,7 +80,7 @@ class PrometheusExporter(Watcher):
 
     Raises:
         ImportError: prometheus_client is not installed.
-        OSError: Another program listens on the port.
+        OSError: Another program listens on the port, or the address is not one of this machine.
     """
 
     def __init__(
@@ -122,7 +122,8 @@ class PrometheusExporter(Watcher):
             self._server = PageServer({"/metrics": page, "/": page}, address, port)
         except OSError as error:
             raise OSError(
-                f"{arg('metrics_port')} must be free; got {with_port(address, port)} ({error.strerror}). Choose another port."
+                f"{arg('metrics_port')} must be free, and {arg('metrics_address')} an address of this machine; got "
+                f"{with_port(address, port)} ({error.strerror}). Choose another port, or another address."
             ) from error
         self.port: int = self._server.server_port
         self._thread = threading.Thread(
