@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.data_parallel import batch_specs, reduce_gradients, split_microbatches
-from jaxpar.layered_model import LAYERS, OUTER
+from jaxpar.layered_model import OUTER
 from jaxpar.pipeline import accumulate_pipelined, build_stage, sum_over_stages
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.step.microbatches import accumulate_by_vjp
