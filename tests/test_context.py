@@ -722,11 +722,11 @@ def test_a_table_of_all_positions_is_told_which_a_device_reads():
     [
         (
             lambda y, batch: (jnp.sum(y[:, 1:] - batch["x"][:, :-1]), jnp.float32(y.size)),
-            "loss must treat .* a slice of 7 of 8",
+            "loss must treat .* a slice of 3 of the 4",
         ),
         (
             lambda y, batch: (jnp.sum(y[:, -1]), jnp.float32(len(y))),
-            "got a slice of 1 of 8 positions. Shift targets before",
+            "got a slice of 1 of the 4 positions of a device. Shift targets before",
         ),
         (
             lambda y, batch: (jnp.sum(y), jnp.float32(len(y))),
@@ -734,10 +734,18 @@ def test_a_table_of_all_positions_is_told_which_a_device_reads():
         ),
         (lambda y, batch: (jnp.sum(jnp.mean(y, 1)), jnp.float32(len(y))), None),
         (lambda y, batch: (jnp.sum(y), jnp.float32(y.size)), None),
+        (
+            lambda y, batch: (
+                jnp.sum(jnp.square(jnp.diff(context_parallel.gather_sequence(y), axis=1))),
+                jnp.float32(len(y)),
+            ),
+            None,
+        ),
     ],
 )
 def test_a_loss_that_is_no_sum_over_positions_is_refused(loss, message):
-    mesh, batch = jaxpar.make_mesh(context=2), {"x": np.ones((2, 8), np.float32)}
+    mesh, x = jaxpar.make_mesh(context=2), np.random.default_rng(0).normal(size=(2, 8))
+    batch = {"x": x.astype(np.float32)}
     model = lambda params, batch: (
         params["w"] * context_parallel.gather_sequence(batch["x"]).sum(1)[:, None] * batch["x"]
     )

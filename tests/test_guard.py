@@ -185,15 +185,11 @@ def test_what_is_saved_beside_the_state_is_of_its_step(manager):
     [
         pytest.param({3, 5, 7, 9}, None, marks=pytest.mark.full),
         ({3, 4, 5}, 86),
-        pytest.param({11, 12}, 86, marks=pytest.mark.full),
-        pytest.param({12}, 86, marks=pytest.mark.full),
         pytest.param({10, 11}, None, marks=pytest.mark.full),
     ],
     ids=str,
 )
-def test_so_many_steps_in_a_row_or_at_the_end_that_are_not_finite_end_the_run(
-    manager, said, broken, code
-):
+def test_so_many_steps_in_a_row_that_are_not_finite_end_the_run(manager, said, broken, code):
     guard = Guard(
         manager, num_steps=12, save_every=2, max_skipped=3, say=said.append, remedy="Do this."
     )
@@ -213,6 +209,24 @@ def test_so_many_steps_in_a_row_or_at_the_end_that_are_not_finite_end_the_run(
         f"error: {len(broken)} consecutive steps had a loss or gradients that were not finite"
     )
     assert said[-1].endswith("is intact. Do this.")
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_a_run_none_of_whose_steps_was_finite_ends_so_and_one_whose_last_ones_were_not_says_it(
+    manager, said, num_steps
+):
+    """Of fewer steps than the limit."""
+    broken = lambda step: BROKEN if step > 12 - num_steps else FINE
+    state = make_state(manager.mesh)
+    guard = Guard(num_steps=num_steps, say=said.append)
+    with pytest.raises(SystemExit, match="86"):
+        train(guard, state, range(1, 1 + num_steps), lambda _: BROKEN)
+    assert said[-1].startswith(f"error: {num_steps} consecutive steps had a loss or gradients that")
+    train(Guard(num_steps=12, say=said.append), state, range(1, 13), broken)
+    assert said[-1] == (
+        f"the last {num_steps} of the steps changed nothing, since their loss or gradients were not finite: the state at "
+        "the end is that before them"
+    )
 
 
 def spoil(state, name="bias"):

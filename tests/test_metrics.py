@@ -159,6 +159,35 @@ def test_the_rate_of_a_run_is_that_of_its_items_or_else_of_steps(tmp_path):
         ]
 
 
+def test_a_number_of_the_state_is_a_metric_though_the_next_step_donates_it(tmp_path):
+    mesh, batch = jaxpar.make_mesh(), tiny.make_batch()
+    optimizer = optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(0.4, 0.0, 4))
+    step = jaxpar.make_train_step(jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh), optimizer)
+    shardings = tiny.shardings(mesh, tiny.make_params())
+    with Run(BasicFlags.of(out_dir=tmp_path, steps=4), mesh) as run:
+        run.restore(tiny.init, jax.random.key(0), optimizer, mesh, shardings)
+        train_step = run.compile(step, jaxpar.shard_batch(batch, mesh))
+        state = run.begin()
+        for number in run.steps():
+            state, metrics = train_step(state, jaxpar.shard_batch(batch, mesh))
+            rate = state.opt_state.hyperparams["learning_rate"]
+            run.log(number, state, metrics | {"rate": rate})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["rate"] for line in lines] == pytest.approx([0.4, 0.3, 0.2, 0.1])
+
+
+def test_a_metric_that_is_donated_before_its_line_is_written_is_named(tmp_path):
+    kept = jnp.ones(())
+    said = "a metric must be there until its line .*; got 'sigma', an array that a step has donated"
+    with MetricsLog(tmp_path, 10, items_per_step=1) as log:
+        log.log(0, {"loss": 1.0, "sigma": kept})
+        kept.delete()
+        with pytest.raises(ValueError, match=said):
+            log.flush()
+        with pytest.raises(ValueError, match=said):
+            log.log(1, {"loss": 1.0, "sigma": kept})
+
+
 def test_a_run_compares_replicas_unless_its_flags_say_otherwise(tmp_path, monkeypatch):
     guarded, ignore = [], lambda *_: None
     guard = SimpleNamespace(before_step=ignore, leave_loop=ignore)

@@ -176,10 +176,10 @@ def test_as_many_bytes_travel_in_a_reduce_scatter_for_each_leaf_of_a_layer(zero,
     params, layer, step = reports(zero, num_microbatches)
     scatters = num_microbatches if zero == 2 else 1
     of_outer = 2  # w_in and w_out; b_out has five elements and is reduced with the loss
-    assert step.count("reduce-scatter", "data") == of_outer + len(params["layers"]) * scatters
+    of_layer = len(params["layers"])
+    assert step.count("reduce-scatter", "data") == (of_outer + of_layer) * scatters
     assert (
-        layer.count("reduce-scatter", "data")
-        == of_outer + len(params["layers"]) * tiny.NUM_LAYERS * scatters
+        layer.count("reduce-scatter", "data") == (of_outer + of_layer * tiny.NUM_LAYERS) * scatters
     )
     assert layer.count("all-reduce", "data") == step.count("all-reduce", "data") == 2, (
         "the weight; loss and b_out"

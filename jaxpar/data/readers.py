@@ -158,12 +158,14 @@ def _messages(conversation: Any) -> list[Any]:
 def _message(turn: Mapping[str, Any]) -> Mapping[str, Any]:
     if "from" not in turn:
         return turn
-    role = ROLES.get(str(turn["from"]))
+    role, got = ROLES.get(str(turn["from"]).lower()), printable(repr(turn["from"]))[:80]
     if role is None:
-        got = printable(repr(turn["from"]))[:80]
         raise ValueError(
-            f'"from" must be human, gpt or system; got {got}. Rename it, or remove the example.'
+            f'"from" must be one of {", ".join(ROLES)}; got {got}. Rename it; give calls of tools and what they return as '
+            '"messages" (docs/text.md), or remove the example.'
         )
+    if turn.get("value") is None and "content" not in turn and "tool_calls" not in turn:
+        raise ValueError(f'each turn must have a "value"; got none in one from {got}. Correct it.')
     others = {name: value for name, value in turn.items() if name not in ("from", "value")}
     return {"role": role, "content": turn.get("value"), **others}
 

@@ -227,7 +227,8 @@ def to_sbatch(job: Job) -> str:
     if job.grace_seconds > LONGEST_NOTICE:
         raise ValueError(
             f"SLURM sends the signal to save at most {LONGEST_NOTICE:,} s before the end; got "
-            f"{arg(save_seconds=job.save_seconds)}, for which it would come {job.grace_seconds:,} s before it. Choose fewer {arg('save_seconds')}."
+            f"{arg(save_seconds=job.save_seconds)}, for which it would come {job.grace_seconds:,} s before it. Choose fewer "
+            f"{arg('save_seconds')}."
         )
     if job.hours * 3600 <= job.grace_seconds:
         raise ValueError(

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from jaxpar._compat import is_computed
 from jaxpar.metrics.exporters import Watcher
@@ -85,6 +86,7 @@ class MetricsLog:
             TypeError: A metric is no number.
             ValueError: A metric has the name of a column that the log adds, or there is no loss.
         """
+        _check_kept(metrics)
         _check_numbers(metrics)
         if "loss" not in metrics:
             raise ValueError(
@@ -123,6 +125,7 @@ class MetricsLog:
         step, metrics = self._pending
         self._pending = None
         ordered = {"loss": metrics["loss"], **metrics}
+        _check_kept(ordered)
         values = {name: float(np.asarray(value).item()) for name, value in ordered.items()}
         ended = time.perf_counter() if self._ended is None else self._ended
         ended, resumed = self._pause or (ended, ended)
@@ -241,6 +244,23 @@ def check_further(metrics: Any) -> None:
             f'{metrics}. Return such as {{"accuracy": accuracy}}, or use value_and_grad without has_aux.'
         )
     check_names(metrics, (*OF_STEP, *OF_LOG))
+
+
+def apart(metrics: Mapping[str, Any], state: PyTree) -> dict[str, Any]:
+    """Returns metrics, those that are arrays of a state copied: the next step donates it before their line is written."""
+    of_state = set(map(id, jax.tree.leaves(state)))
+    return {
+        name: jnp.copy(value) if id(value) in of_state else value for name, value in metrics.items()
+    }
+
+
+def _check_kept(metrics: Mapping[str, Any]) -> None:
+    for name, value in metrics.items():
+        if isinstance(value, jax.Array) and value.is_deleted():
+            raise ValueError(
+                f"a metric must be there until its line is written, after the next step; got {name!r}, an array that a step "
+                "has donated. Log a copy: jnp.copy(...), made before that step."
+            )
 
 
 def _check_numbers(metrics: Mapping[str, Any]) -> None:

@@ -80,10 +80,10 @@ def check_positions(
     params, shapes = shapes_of(params), shapes_of(batch)
     seq = sequence_length(batch)
     try:
-        outputs = jax.eval_shape(_forward(model), params, shapes)
+        jax.eval_shape(_forward(model), params, shapes)
     except Exception:  # of any kind: a model is a function of the user
         return
-    _refuse_neighbours(model, loss, params, outputs, shapes, seq)
+    _refuse_neighbours(model, loss, params, shapes, mesh, shardings)
     found = _of_devices(model, loss, params, shapes, mesh, shardings) or _of_loss(
         model, loss, params, shapes, seq
     )
@@ -390,19 +390,32 @@ def _refuse_neighbours(
     model: Model,
     loss: Callable,
     params: PyTree,
-    outputs: PyTree,
     batch: PyTree,
-    seq: int,
+    mesh: Mesh,
+    shardings: PyTree,
 ) -> None:
-    """Raises if the loss or the embedding takes a slice of the positions, as those do that shift targets."""
-    functions = {"loss": (loss, outputs)}
-    if isinstance(model, LayeredModel):
-        functions["embed"] = model.embed, params[OUTER]
-    for name, (function, first) in functions.items():
-        if size := _cut_positions(function, [first, batch], seq):
+    """Raises if the loss or the embedding takes a slice of a device's positions, as those do that shift targets.
+
+    Of a sequence that is gathered any slice is right.
+    """
+    size = sequence_length(batch) // mesh.shape[CONTEXT]
+    own, on_mesh = _of_length(batch, size), _with_parts(mesh, mesh.shape[CONTEXT])
+    owned = _owned(params, shardings, on_mesh)
+    with as_on_a_device(on_mesh):
+        try:
+            outputs = jax.eval_shape(_forward(model), owned, own)
+        except Exception:  # of any kind: a model is a function of the user
+            return
+        functions = {"loss": (loss, outputs)}
+        if isinstance(model, LayeredModel):
+            functions["embed"] = model.embed, owned[OUTER]
+        cut = {name: _cut_positions(*given, own, size) for name, given in functions.items()}
+    for name, left in cut.items():
+        if left is not None:
             raise ValueError(
-                f"{name} must treat each position on its own, since a device has some of a sequence; got a slice of {size} of "
-                f"{seq} positions. Shift targets before jaxpar.shard_batch, and give positions that do not count a weight of 0."
+                f"{name} must treat each position on its own, since a device has some of a sequence; got a slice of {left} of "
+                f"the {size} positions of a device. Shift targets before jaxpar.shard_batch, and give positions that do not "
+                "count a weight of 0; or gather the whole sequence first (context_parallel.gather_sequence)."
             )
 
 
@@ -425,14 +438,13 @@ def _read_loss(
     return Reader(sizes[0], sizes[1] / sizes[0]).read(*jaxprs, [*unknown, *of_batch])
 
 
-def _cut_positions(function: Callable, args: list, seq: int) -> int | None:
+def _cut_positions(function: Callable, given: PyTree, batch: PyTree, seq: int) -> int | None:
     """Returns the size of a slice that a function takes of dim 1 of an array ``[rows, seq, ...]``; None if it takes none."""
-    for equation in equations(jax.make_jaxpr(function)(*args)):
+    for equation in equations(jax.make_jaxpr(function)(given, batch)):
         if equation.primitive.name in ("slice", "dynamic_slice"):
-            given = equation.invars[0].aval.shape
-            made = equation.outvars[0].aval.shape
-            if given[1:2] == (seq,) != made[1:2] and given[0] == num_rows_of(args[1]):
-                return made[1]
+            before, after = (each[0].aval.shape for each in (equation.invars, equation.outvars))
+            if before[1:2] == (seq,) != after[1:2] and before[0] == num_rows_of(batch):
+                return after[1]
     return None
 
 
