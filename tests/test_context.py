@@ -722,11 +722,11 @@ def test_a_table_of_all_positions_is_told_which_a_device_reads():
     [
         (
             lambda y, batch: (jnp.sum(y[:, 1:] - batch["x"][:, :-1]), jnp.float32(y.size)),
-            "loss must treat .* a slice of 3 of the 4",
+            "loss must treat .* a slice of 7 of 8",
         ),
         (
             lambda y, batch: (jnp.sum(y[:, -1]), jnp.float32(len(y))),
-            "got a slice of 1 of the 4 positions of a device. Shift targets before",
+            "got a slice of 1 of 8 positions. Shift targets before",
         ),
         (
             lambda y, batch: (jnp.sum(y), jnp.float32(len(y))),

@@ -394,29 +394,47 @@ def _refuse_neighbours(
     mesh: Mesh,
     shardings: PyTree,
 ) -> None:
-    """Raises if the loss or the embedding takes a slice of a device's positions, as those do that shift targets.
+    """Raises if the loss or the embedding takes a slice of the positions, as those do that shift targets.
 
-    Of a sequence that is gathered any slice is right.
+    Of a sequence that is gathered any slice is right: on a device it is longer than what the device has.
     """
-    size = sequence_length(batch) // mesh.shape[CONTEXT]
-    own, on_mesh = _of_length(batch, size), _with_parts(mesh, mesh.shape[CONTEXT])
-    owned = _owned(params, shardings, on_mesh)
-    with as_on_a_device(on_mesh):
-        try:
-            outputs = jax.eval_shape(_forward(model), owned, own)
-        except Exception:  # of any kind: a model is a function of the user
-            return
-        functions = {"loss": (loss, outputs)}
-        if isinstance(model, LayeredModel):
-            functions["embed"] = model.embed, owned[OUTER]
-        cut = {name: _cut_positions(*given, own, size) for name, given in functions.items()}
+    seq, parts = sequence_length(batch), mesh.shape[CONTEXT]
+    cut = _cut_positions(model, loss, params, batch)
+    if not cut:
+        return
+    on_mesh = _with_parts(mesh, parts)
+    try:
+        with as_on_a_device(on_mesh):
+            owned = _owned(params, shardings, on_mesh)
+            of_device = _cut_positions(model, loss, owned, _of_length(batch, seq // parts))
+    except Exception:  # of any kind: a model is a function of the user
+        of_device = cut
     for name, left in cut.items():
-        if left is not None:
+        if name in of_device:
             raise ValueError(
                 f"{name} must treat each position on its own, since a device has some of a sequence; got a slice of {left} of "
-                f"the {size} positions of a device. Shift targets before jaxpar.shard_batch, and give positions that do not "
-                "count a weight of 0; or gather the whole sequence first (context_parallel.gather_sequence)."
+                f"{seq} positions. Shift targets before jaxpar.shard_batch, and give positions that do not count a weight of "
+                "0, or gather the whole sequence first (context_parallel.gather_sequence)."
             )
+
+
+def _cut_positions(model: Model, loss: Callable, params: PyTree, batch: PyTree) -> dict[str, int]:
+    """Returns the size of a slice that "loss" or "embed" takes of the positions, of each that does.
+
+    It is one of dim 1 of an array ``[rows, positions, ...]``.
+    """
+    functions = {"loss": (loss, jax.eval_shape(_forward(model), params, batch))}
+    if isinstance(model, LayeredModel):
+        functions["embed"] = model.embed, params[OUTER]
+    first = num_rows_of(batch), sequence_length(batch)
+    found: dict[str, int] = {}
+    for name, (function, given) in functions.items():
+        for equation in equations(jax.make_jaxpr(function)(given, batch)):
+            if equation.primitive.name in ("slice", "dynamic_slice"):
+                before, after = (e[0].aval.shape for e in (equation.invars, equation.outvars))
+                if before[:2] == first and before[1] != after[1]:
+                    found.setdefault(name, after[1])
+    return found
 
 
 def _read_loss(
@@ -436,16 +454,6 @@ def _read_loss(
     )
     unknown = [_UNKNOWN if value.is_free else value for value in of_outputs]
     return Reader(sizes[0], sizes[1] / sizes[0]).read(*jaxprs, [*unknown, *of_batch])
-
-
-def _cut_positions(function: Callable, given: PyTree, batch: PyTree, seq: int) -> int | None:
-    """Returns the size of a slice that a function takes of dim 1 of an array ``[rows, seq, ...]``; None if it takes none."""
-    for equation in equations(jax.make_jaxpr(function)(given, batch)):
-        if equation.primitive.name in ("slice", "dynamic_slice"):
-            before, after = (each[0].aval.shape for each in (equation.invars, equation.outvars))
-            if before[1:2] == (seq,) != after[1:2] and before[0] == num_rows_of(batch):
-                return after[1]
-    return None
 
 
 def _forward(model: Model) -> Callable[[PyTree, PyTree], PyTree]:
