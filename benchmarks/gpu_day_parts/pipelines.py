@@ -115,7 +115,6 @@ def through_executor(
 
     import jaxpar
     from jaxpar.data_parallel import split_microbatches
-    from jaxpar.layered_model import LAYERS
     from jaxpar.pipeline import LayerLayout, accumulate_pipelined, build_stage, compile_schedule
     from jaxpar.schedule import make_schedule
     from jaxpar.shard_map import manual_over_data_and_stage
@@ -129,7 +128,7 @@ def through_executor(
     def run(params: Any, batch: Any) -> tuple[Any, Any]:
         weight = jnp.float32(batch["targets"].size)
         microbatches = split_microbatches(batch, NUM_MICROBATCHES)
-        zero = shard_step(params, jaxpar.Parallel(mesh), None, layered=True).zero[LAYERS]
+        zero = shard_step(params, jaxpar.Parallel(mesh), None, layered=True).zero
         stage = build_stage(
             model,
             loss,
