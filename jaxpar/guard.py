@@ -65,7 +65,7 @@ class Guard:
             comparison waits for the step and reads once, on each device, the arrays that have
             replicas. What ZeRO shards has a single copy, so there is nothing to compare it with.
         max_skipped: The number of steps in a row with gradients that were not finite, and hence without an update, that ends
-            the run; 0: no limit. A run all of whose steps were such steps ends in the same way.
+            the run; 0: no limit. Unless it is 0, a run all of whose steps were such steps ends in the same way.
         budgets: Seconds that each phase may take.
         about: ``about(step)`` returns the keyword arguments of ``CheckpointManager.save_async`` that are saved with the state.
         remedy: The advice in the message about steps that are not finite; where the first loss was not, the advice is to look
@@ -272,9 +272,9 @@ class Guard:
         """Ends a run that no step has changed; says of another one that its last steps have not."""
         if self._max_skipped and not self._has_updated:
             self._end_not_finite()
+        last = "step" if self._num_skipped == 1 else f"{self._num_skipped} steps"
         self._say(
-            f"the last {self._num_skipped} of the steps changed nothing, since their loss or gradients were not finite: the "
-            "state at the end is that before them"
+            f"the last {last} changed nothing, since loss or gradients were not finite: the state is the one before"
         )
 
     def _end_not_finite(self) -> None:

@@ -6,8 +6,10 @@
     2       and gradients        a reduce-scatter whenever gradients are computed, so sums are always sharded
     3       and params           layers: an all-gather before each use; outer: one per step
 
-At levels 2 and 3 stacked layers are reduced one at a time, and outer with each microbatch; with several stages, each of which
-runs embedding and head in a few ticks only, outer once per step. So are layers in a list, and a function without layers.
+At levels 2 and 3 stacked layers are reduced one at a time, and outer with each microbatch. Outer is reduced once per step with
+several stages, of which one runs each end, and with ``tensor``, where both ends run in one tick and their whole gradients would
+take as much memory as sums of them. Layers in a list with their outer, and functions without layers, are reduced once per step
+too.
 
 The devices of both axes hold the same params and add up their gradients, whether they have other rows or other parts of the
 same rows. A param is sharded along its first dim that no other axis shards and that their number divides; a param without one
@@ -55,7 +57,8 @@ class ZeroShard:
         tensor: Its PartitionSpec over ``tensor``.
         ndim: The number of its dims. An array of fewer dims is one layer of it, without the leading dim.
         dtype: Its dtype.
-        is_early: Whether its gradient is reduced whenever it is computed, not once a step: at levels 2 and 3.
+        is_early: Whether its gradient is reduced whenever it is computed, not once a step: at levels 2 and 3 in stacked layers,
+            and in outer without ``stage`` and ``tensor``.
         is_param: Whether the param itself is sharded, and gathered where it is used: at level 3.
         is_layer: Whether it holds stacked layers, which are gathered and reduced one at a time.
         owned: The dim that its own sharding puts over ``data``; None: none. A replica computes with its part, whose gradient is
@@ -372,7 +375,7 @@ def zero_of(
     if stacked:
         of_part = {
             LAYERS: partial(shard, is_layer=True, once=False),
-            OUTER: partial(shard, once=mesh.shape[STAGE] > 1),
+            OUTER: partial(shard, once=mesh.shape[STAGE] > 1 or mesh.shape[TENSOR] > 1),
         }
         shards |= {
             part: jax.tree.map(of, params[part], specs[part]) for part, of in of_part.items()

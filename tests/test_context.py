@@ -725,6 +725,10 @@ def test_a_table_of_all_positions_is_told_which_a_device_reads():
             "loss must treat .* a slice of 7 of 8",
         ),
         (
+            lambda y, batch: (jnp.sum(jnp.square(y[:, :4])), jnp.float32(y[:, :4].size)),
+            "loss must treat .* a slice of 4 of 8",
+        ),
+        (
             lambda y, batch: (jnp.sum(y[:, -1]), jnp.float32(len(y))),
             "got a slice of 1 of 8 positions. Shift targets before",
         ),

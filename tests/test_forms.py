@@ -166,7 +166,7 @@ def test_the_first_examples_of_a_list_need_not_the_rest_of_it(tmp_path, monkeypa
         ("a.json", '[{"conversations": [{"from": "tool"}]}]',
          r'"from" must be one of human, .*, system, gpt, .*; got .tool.*n, example 1'),
         ("a.json", '[{"conversations": [{"from": "GPT", "value": null}]}]',
-         r'turn must have a "value"; got none in one from .GPT'),
+         r'turn must have a "value"; got one from .GPT. without'),
         ("a.json", '[{"conversations": "a"}]', r'"conversations" must be a list of objects with "from" and "value"'),
         ("a.json", '[{"instruction": "a", "output": null}]', r'"output" must be a string; got null\. .*n, example 1'),
         ("a.json", '[{"messages": [{"role": "user", "content": 8}]}]', r"got 8 in one of 'user'. Correct"),

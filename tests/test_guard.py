@@ -223,9 +223,9 @@ def test_a_run_none_of_whose_steps_was_finite_ends_so_and_one_whose_last_ones_we
         train(guard, state, range(1, 1 + num_steps), lambda _: BROKEN)
     assert said[-1].startswith(f"error: {num_steps} consecutive steps had a loss or gradients that")
     train(Guard(num_steps=12, say=said.append), state, range(1, 13), broken)
+    last = {1: "step", 2: "2 steps"}[num_steps]
     assert said[-1] == (
-        f"the last {num_steps} of the steps changed nothing, since their loss or gradients were not finite: the state at "
-        "the end is that before them"
+        f"the last {last} changed nothing, since loss or gradients were not finite: the state is the one before"
     )
 
 

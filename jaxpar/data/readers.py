@@ -164,8 +164,10 @@ def _message(turn: Mapping[str, Any]) -> Mapping[str, Any]:
             f'"from" must be one of {", ".join(ROLES)}; got {got}. Rename it; give calls of tools and what they return as '
             '"messages" (docs/text.md), or remove the example.'
         )
-    if turn.get("value") is None and "content" not in turn and "tool_calls" not in turn:
-        raise ValueError(f'each turn must have a "value"; got none in one from {got}. Correct it.')
+    if all(turn.get(name) is None for name in ("value", "content", "tool_calls")):
+        raise ValueError(
+            f'each turn must have a "value"; got one from {got} without it. Correct it.'
+        )
     others = {name: value for name, value in turn.items() if name not in ("from", "value")}
     return {"role": role, "content": turn.get("value"), **others}
 

@@ -198,7 +198,8 @@ class Estimator:
 
     def traffic(self, choice: Choice, *, messages: bool = True) -> list[Transfer]:
         """Returns the collectives of a choice; without ``messages``, those that need no compiled schedule."""
-        return step_traffic(choice, self._analysis(choice), self.at_rest(choice), messages=messages)
+        given = choice, self._analysis(choice), self.at_rest(choice)
+        return step_traffic(*given, messages=messages, masks=self.software is JAXPAR)
 
     def prices(self, choice: Choice, *, ranked: bool = True) -> Prices:
         """Returns the seconds of a choice's ops and collectives, with the executor that ranks it or with the other."""

@@ -3,6 +3,7 @@
 The state and the shardings of params and gradients come from the code that shards them, called without devices.
 """
 
+import math
 from collections.abc import Iterable
 from functools import cached_property, partial
 from typing import Any
@@ -140,11 +141,39 @@ def step_memory(
         quick: Whether to estimate the slots of long pipelines from short ones instead of compiling their schedules.
         masks: Whether idle stages compute too, as on GPUs; not on CPU devices.
     """
+    found = _of_gradients(choice, analysis, at_rest, quick=quick, masks=masks)
+    # Gradients are computed before params are updated.
+    others = found["gradients"] + found["activations"]
+    working = max(found["working"], _in_update(choice, at_rest) - others)
+    return at_rest.bytes | found | {"working": working}
+
+
+def _in_update(choice: Choice, at_rest: AtRest) -> int:
+    """The shards of gradients and of new params, and the params that are gathered from these at ZeRO 1 and 2, beside the old.
+
+    A param that is sharded along a later dim than its first is gathered into an array of its own, and turned into its order
+    from there, by XLA for GPUs of all params at once.
+    """
+    shards = at_rest.step.zero.of_grads
+    total = 0
+    for local, own, shard in zip(at_rest.local_grads, at_rest.grads, shards, strict=True):
+        if shard.dim is None or shard.is_param:
+            continue
+        total += wide_bytes([own]) + num_bytes([own])
+        if math.prod(local.shape[: shard.dim]) > 1:
+            total += num_bytes([local])
+    return total
+
+
+def _of_gradients(
+    choice: Choice, analysis: Analysis, at_rest: AtRest, *, quick: bool, masks: bool
+) -> dict[str, int]:
+    """What the gradients of a step add to the state."""
     if masks and choice.is_in_turn(analysis.shape.num_layers):
         in_turn = _in_turn if choice.num_microbatches > 1 else _one_batch
-        return at_rest.bytes | in_turn(choice, analysis, at_rest)
+        return in_turn(choice, analysis, at_rest)
     if choice.stage == 1 and not (masks and choice.runs_pipeline):
-        return at_rest.bytes | _accumulating(choice, analysis, at_rest, masks=masks)
+        return _accumulating(choice, analysis, at_rest, masks=masks)
     if masks:
         slots = choice.likely_slots if quick else choice.num_slots
         splits = choice.splits_backward
@@ -153,7 +182,7 @@ def step_memory(
         joined = spmd_program(table, masks=False)
         slots = joined.num_slots
         splits = joined.schedule.splits_backward
-    return at_rest.bytes | _pipelined(choice, analysis, at_rest, slots, masks=masks, splits=splits)
+    return _pipelined(choice, analysis, at_rest, slots, masks=masks, splits=splits)
 
 
 def _pipelined(

@@ -57,7 +57,12 @@ class Transfer:
 
 
 def step_traffic(
-    choice: Choice, analysis: Analysis, at_rest: AtRest, *, messages: bool = True
+    choice: Choice,
+    analysis: Analysis,
+    at_rest: AtRest,
+    *,
+    messages: bool = True,
+    masks: bool = True,
 ) -> list[Transfer]:
     """Returns the collectives of the busiest device in a training step with ``executor="spmd"``.
 
@@ -66,8 +71,9 @@ def step_traffic(
         analysis: The work of its ops.
         at_rest: Its state between steps.
         messages: Whether to include messages between stages, for which the schedule is compiled.
+        masks: Whether ops are masked, as on GPUs; not on CPU devices, nor in other software.
     """
-    transfers = [*_over_replicas(choice, analysis, at_rest)]
+    transfers = [*_over_replicas(choice, analysis, at_rest, masks=masks)]
     transfers += _over_stage(choice, at_rest)
     if messages and choice.stage > 1:
         transfers += _messages(choice, analysis)
@@ -92,11 +98,13 @@ def layers_of_a_stage(choice: Choice, num_layers: int) -> int:
     return int(of_stages.max())
 
 
-def _over_replicas(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[Transfer]:
+def _over_replicas(
+    choice: Choice, analysis: Analysis, at_rest: AtRest, *, masks: bool
+) -> Iterator[Transfer]:
     yield from _whole_gradients(choice, at_rest)
     yield from _sharded_gradients(choice, at_rest)
     yield from _of_layers(choice, analysis, at_rest)
-    yield from _of_outer(choice, analysis, at_rest)
+    yield from _of_outer(choice, analysis, at_rest, masks=masks)
 
 
 def _whole_gradients(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
@@ -157,16 +165,19 @@ def _of_layers(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[
             )
 
 
-def _of_outer(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[Transfer]:
+def _of_outer(
+    choice: Choice, analysis: Analysis, at_rest: AtRest, *, masks: bool
+) -> Iterator[Transfer]:
     """Yields what ZeRO moves for embedding and head: sums of gradients of each microbatch, and params once a step."""
     zero, ends = at_rest.step.zero[OUTER], analysis.ends
-    # On GPUs a param that both ends read has a gradient of each.
-    in_turn = choice.runs_pipeline or choice.is_in_turn(analysis.shape.num_layers)
-    for index, shard in zip(at_rest.trained_outer, zero.of_grads, strict=True):
+    in_turn = masks and choice.is_in_turn(analysis.shape.num_layers)
+    own = at_rest.local_grads[len(at_rest.trained_layers) :]
+    for index, grad, shard in zip(at_rest.trained_outer, own, zero.of_grads, strict=True):
         if shard.is_early:
-            is_shared = index in ends.embed_reads and index in ends.head_reads
-            times = choice.num_microbatches * (2 if in_turn and is_shared else 1)
-            size = num_bytes([at_rest.outer_in_use[index]])
+            # In turn each end that reads a param sends a gradient of it.
+            num_ends = (index in ends.embed_reads) + (index in ends.head_reads)
+            times = choice.num_microbatches * (num_ends if in_turn else 1)
+            size = num_bytes([grad])
             yield from _over(choice, shard.axes, "reduce-scatter", size, times, OF_OUTER)
     shards = zero.of_params
     for leaf, shard in zip(at_rest.outer_in_use, shards, strict=True):

@@ -1,7 +1,8 @@
 """One stage: ``jax.vjp`` of one microbatch after another, whose losses and gradients are added.
 
-Gradients are reduced over the replicas once they are complete. With ``overlap_grad_reduce`` the last microbatch runs apart from
-the others, and the backward pass of each of its layers reduces that layer's sums (``vjp_layers.py``).
+Gradients are reduced over the replicas once they are complete, at ZeRO 2 and 3 with each microbatch (``zero.py``). With
+``overlap_grad_reduce`` the last microbatch runs apart from the others, and the backward pass of each of its layers reduces that
+layer's sums (``vjp_layers.py``).
 """
 
 from collections.abc import Callable

@@ -396,21 +396,21 @@ def _refuse_neighbours(
 ) -> None:
     """Raises if the loss or the embedding takes a slice of the positions, as those do that shift targets.
 
-    Of a sequence that is gathered any slice is right: on a device it is longer than what the device has.
+    Of a sequence that is gathered any slice is right. It is longer than what a device has, of which the same slices are taken
+    as of a whole sequence if a device has as many positions, of a longer one.
     """
-    seq, parts = sequence_length(batch), mesh.shape[CONTEXT]
+    seq = sequence_length(batch)
     cut = _cut_positions(model, loss, params, batch)
     if not cut:
         return
-    on_mesh = _with_parts(mesh, parts)
+    on_mesh = _with_parts(mesh, mesh.shape[CONTEXT])
     try:
         with as_on_a_device(on_mesh):
-            owned = _owned(params, shardings, on_mesh)
-            of_device = _cut_positions(model, loss, owned, _of_length(batch, seq // parts))
+            of_device = _cut_positions(model, loss, _owned(params, shardings, on_mesh), batch)
     except Exception:  # of any kind: a model is a function of the user
         of_device = cut
-    for name, left in cut.items():
-        if name in of_device:
+    for name, left in of_device.items():
+        if name in cut:
             raise ValueError(
                 f"{name} must treat each position on its own, since a device has some of a sequence; got a slice of {left} of "
                 f"{seq} positions. Shift targets before jaxpar.shard_batch, and give positions that do not count a weight of "

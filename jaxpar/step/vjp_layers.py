@@ -4,13 +4,13 @@ At ZeRO 3 a layer gathers its params, and its vjp reduce-scatters their gradient
 
 With ``overlap_grad_reduce`` gradients are reduced during the backward pass of earlier layers (``ReducingLayers``):
 
-    all microbatches but the last   gradients are added on each replica
+    all microbatches but the last   gradients are added on each replica, at level 2 their shards
     last microbatch, layer L        backward; reduction of L's gradients, including those of earlier microbatches
                      layer L-1      backward at the same time; reduction
                      ...
-    at the end                      reduction of the gradients of outer, and of the loss
+    at the end                      reduction of the gradients of outer, unless they are shards, and of the loss
 
-The traffic equals that of reductions at the end. It saves time if collectives overlap with computation: on GPUs, with the XLA
+The traffic equals that without it. It saves time if collectives overlap with computation: on GPUs, with the XLA
 flags that ``jaxpar.initialize`` sets (Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel Training,
 VLDB, section 3.2). A pipeline of several stages does not: its gradients are complete in the last tick alone.
 """
