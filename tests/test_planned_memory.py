@@ -118,6 +118,10 @@ JOBS = [
     # Factors beside weights in four bits (jax 0.12.0.1).
     ("llama, nf4", 4, Choice(data=4, tensor=2, remat=True), 138),
     ("llama, nf4-dq", 4, Choice(data=2, stage=2, tensor=2, num_microbatches=4), 827),
+    # Params that are gathered after the update, beside the old ones.
+    ("wide", 1, Choice(data=8, zero=1), 8464),
+    ("wide", 1, Choice(data=2, tensor=4, zero=1), 3776),
+    ("vocabulary", 1, Choice(data=4, tensor=2, num_microbatches=8, zero=2), 216),
 ]
 QUICK = (
     1,
