@@ -17,9 +17,10 @@ from jaxpar.models.lora import Lora
 from jaxpar.models.transformer import LAYER_WEIGHTS, Experts, TransformerConfig
 from jaxpar.planner.compiled import compile_choice
 from jaxpar.planner.job import Choice
+from jaxpar.planner.memory import step_memory
 from jaxpar.planner.model_shape import ModelShape, transformer_shape
 from jaxpar.planner.ops import Analysis
-from jaxpar.planner.state import AtRest, step_memory, wide_bytes
+from jaxpar.planner.state import AtRest, wide_bytes
 from jaxpar.planner.traffic import bytes_by_axis, step_traffic
 from jaxpar.sharding import shardings_from_paths
 from tests.support import tiny_transformer

@@ -30,10 +30,11 @@ from jaxpar.mesh import AXES, DATA, TENSOR, abstract_mesh
 from jaxpar.planner.candidates import candidates, schedules_of, spreads
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.job import JAXPAR, Assumptions, Choice, Software, divisors, fixed_or
+from jaxpar.planner.memory import step_memory
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.planner.ops import Analysis
 from jaxpar.planner.plans import SETTINGS, Plan
-from jaxpar.planner.state import AtRest, step_memory, wide_bytes
+from jaxpar.planner.state import AtRest, wide_bytes
 from jaxpar.planner.step_time import Prices, step_time
 from jaxpar.planner.traffic import Transfer, bytes_by_axis, step_traffic
 from jaxpar.schedule import NAMED, SCHEDULES
