@@ -82,10 +82,15 @@ def _search(
     limit = machines.memory_bytes * (1 - flags.memory_headroom)
     best, plans = plans[0], [each for each in plans if compiled.get(each.choice, 0) <= limit]
     if not plans:
+        others = [
+            f"{flag} {value}"
+            for flag, value in (("--remat", "yes"), ("--zero", 3))
+            if getattr(best.choice, flag[2:]) not in (True, value)
+        ]
         raise ValueError(
             f"a plan must fit the memory of a {flags.gpu} by the compiler's account too; got {arg(**best.choice.sizes)}, "
-            f"which needs {compiled[best.choice] / 2**30:.1f} GiB, and no better one. Choose more --nodes, another --gpu, or "
-            "--remat yes."
+            f"which needs {compiled[best.choice] / 2**30:.1f} GiB, and no better one. Choose "
+            f"{', '.join(['more --nodes', 'another --gpu', *others])}, or leave out what fixes the mesh."
         )
     return plans, compiled
 
