@@ -82,11 +82,8 @@ def _search(
     limit = machines.memory_bytes * (1 - flags.memory_headroom)
     best, plans = plans[0], [each for each in plans if compiled.get(each.choice, 0) <= limit]
     if not plans:
-        others = [
-            f"{flag} {value}"
-            for flag, value in (("--remat", "yes"), ("--zero", 3))
-            if getattr(best.choice, flag[2:]) not in (True, value)
-        ]
+        others = ["--remat yes"] * (best.choice.remat is not True)
+        others += ["--zero 3"] * (best.choice.zero < 3)
         raise ValueError(
             f"a plan must fit the memory of a {flags.gpu} by the compiler's account too; got {arg(**best.choice.sizes)}, "
             f"which needs {compiled[best.choice] / 2**30:.1f} GiB, and no better one. Choose "
