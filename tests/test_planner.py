@@ -1383,7 +1383,7 @@ def test_plans_that_do_not_fit_by_the_compilers_account_are_dropped(monkeypatch,
     assert main([*args, "--compile", "1", "--top", "1"]) == 2
     said = capsys.readouterr().err
     assert "a plan must fit the memory of a h100 by the compiler's account too; got" in said
-    assert "Choose more --nodes, another --gpu, --remat yes, or leave out" in said
+    assert "Choose more --nodes, another --gpu, --remat yes, --zero 3, or leave out" in said
     sizes = iter([10**12])
     given = ["--tensor", "1", "--remat", "yes", "--zero", "1"]
     assert main(["plan", *GPT2, *given, "--compile", "1", "--top", "1"]) == 2
