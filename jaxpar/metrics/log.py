@@ -84,7 +84,7 @@ class MetricsLog:
 
         Raises:
             TypeError: A metric is no number.
-            ValueError: A metric has the name of a column that the log adds, or there is no loss.
+            ValueError: A step has donated a metric; a metric has the name of a column that the log adds, or there is no loss.
         """
         _check_kept(metrics)
         _check_numbers(metrics)
@@ -246,12 +246,14 @@ def check_further(metrics: Any) -> None:
     check_names(metrics, (*OF_STEP, *OF_LOG))
 
 
-def apart(metrics: Mapping[str, Any], state: PyTree) -> dict[str, Any]:
-    """Returns metrics, those that are arrays of a state copied: the next step donates it before their line is written."""
+def copy_shared(metrics: Mapping[str, Any], state: PyTree) -> dict[str, Any]:
+    """Returns metrics with copies of those that are arrays of ``state``, which the next step donates."""
     of_state = set(map(id, jax.tree.leaves(state)))
-    return {
-        name: jnp.copy(value) if id(value) in of_state else value for name, value in metrics.items()
-    }
+
+    def kept(value: Any) -> Any:
+        return jnp.copy(value) if id(value) in of_state else value
+
+    return {name: kept(value) for name, value in metrics.items()}
 
 
 def _check_kept(metrics: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """The bytes that a device needs, by kind: the state between steps (``state.py``), and what a step adds to it.
 
-Gradients are computed in one of three ways, as ``step/plan.py`` chooses (``_of_gradients``), and then params are updated.
+A step computes gradients as ``step/plan.py`` chooses (``_of_gradients``), and then updates params (``_in_update``).
 """
 
 import math
@@ -45,8 +45,8 @@ def step_memory(
 def _in_update(choice: Choice, at_rest: AtRest) -> int:
     """The shards of gradients and of new params, and the params that are gathered from these at ZeRO 1 and 2, beside the old.
 
-    A param that is sharded along a later dim than its first is gathered into an array of its own, and turned into its order
-    from there, by XLA for GPUs of all params at once.
+    XLA for GPUs gathers a param that is sharded along a later dim than its first into a further array, which it then
+    transposes, and it gathers all of them at once.
     """
     shards = at_rest.step.zero.of_grads
     total = 0

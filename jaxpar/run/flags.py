@@ -96,8 +96,8 @@ class CheckpointFlags:
         compare_every: Steps between two comparisons of the replicas of the state, beside those of
             the saves; the run ends if they differ. 0: none. What ZeRO shards has no second copy, and
             is not compared.
-        max_skipped: Consecutive skipped steps, whose gradients are not finite, before the run ends with exit code 86, as one
-            without other steps does; 0: any number.
+        max_skipped: Consecutive skipped steps, whose gradients are not finite, before the run ends with exit code 86. A run
+            all of whose steps were skipped ends so too. 0: any number.
     """
 
     checkpoint_minutes: float = 0.0

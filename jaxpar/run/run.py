@@ -14,7 +14,7 @@ from jaxpar.data.same_batch import check_on_mesh, check_same_since
 from jaxpar.fields import arg
 from jaxpar.guard import Guard
 from jaxpar.metrics.exporters import Watcher
-from jaxpar.metrics.log import MetricsLog, apart, check_names
+from jaxpar.metrics.log import MetricsLog, check_names, copy_shared
 from jaxpar.pipeline import check_permutes
 from jaxpar.planner import cluster, roofline
 from jaxpar.planner.compiled import inspect_pipeline
@@ -375,11 +375,11 @@ class Run(AbstractContextManager["Run"]):
         Args:
             step: The step, counted from 0.
             state: The state after it, before it is donated.
-            metrics: What the train step returned, and others, also numbers of ``state``.
+            metrics: What the train step returned, and others, which may be numbers of ``state``.
         """
         self._order.check_next(step)
         check_not_donated(state)
-        metrics = apart(metrics, state)
+        metrics = copy_shared(metrics, state)
         best = (self.flags.checkpoint.keep_best or "").removeprefix("-")
         self._named |= {*metrics}
         if self._has_all_metrics and best and best not in metrics:

@@ -396,8 +396,9 @@ def _refuse_neighbours(
 ) -> None:
     """Raises if the loss or the embedding takes a slice of the positions, as those do that shift targets.
 
-    Of a sequence that is gathered any slice is right. It is longer than what a device has, of which the same slices are taken
-    as of a whole sequence if a device has as many positions, of a longer one.
+    A slice of a gathered sequence is right. To tell the two apart, the functions are traced on a device that has ``seq``
+    positions of a longer sequence: what it gathers has more positions, and a slice of its own ones is the same as without a
+    mesh.
     """
     seq = sequence_length(batch)
     cut = _cut_positions(model, loss, params, batch)
