@@ -96,12 +96,15 @@ def _tick(
         loss_sums, grads, ct = ends.head(stage.head, y, microbatch, stage.total_weight)
         # XLA would leave the gradients of the head to the end, and keep those of the logits. So layers
         # wait for the sums, and where collectives come first, for the gradients alone.
-        sent = {i: grad for i, grad in grads.items() if stage.zero[i].scatters_early}
-        ct, sent = jax.lax.optimization_barrier((ct, sent))
-        state = stage.add_head(True, state, row, loss_sums, grads | sent, [])
-        of_head = {i: state.outer_grads[i] for i in grads if i not in sent}
-        ct, of_head = jax.lax.optimization_barrier((ct, of_head))
-        state = state._replace(outer_grads=state.outer_grads | of_head)
+        numbers = list(grads)
+        is_sent = [stage.zero[i].scatters_early for i in numbers]
+        ct, own = _after(ct, list(grads.values()), is_sent)
+        grads = dict(zip(numbers, own, strict=True))
+        state = stage.add_head(True, state, row, loss_sums, grads, [])
+        sums = [state.outer_grads[i] for i in numbers]
+        ct, sums = _after(ct, sums, [not each for each in is_sent])
+        outer = state.outer_grads | dict(zip(numbers, sums, strict=True))
+        state = state._replace(outer_grads=outer)
     with jax.named_scope("B"):
         state, dx = layers.backward(state, row, ct, stored)
         if ends.embed_trains:
