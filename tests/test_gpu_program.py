@@ -499,8 +499,8 @@ def test_a_layer_that_is_written_out_is_gathered_and_reduced_while_others_comput
     of_layers = [each for each in found.gpu.transfers if each.times == choice.num_microbatches]
     assert {each.kind for each in of_layers} == {"all-gather", "reduce-scatter"}
     alone = [each for each in of_layers if not each.flops_meanwhile]
-    assert len(alone) <= 2 < len(of_layers) / 4, (
-        "the first layer that F reads, and the last one that B has"
+    assert len(alone) <= 3 < len(of_layers) / 4, (
+        "the first layer that F reads, and the last one that B has, with the embedding behind it"
     )
     planned = price(
         model, cluster("h100", num_nodes=2, devices_per_node=4), choice, batch_size=rows

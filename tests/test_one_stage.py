@@ -138,10 +138,11 @@ def params_of(num_layers, make):
     return {"outer": make((8, 16)), "layers": layers}
 
 
-def body_of_microbatches(num_layers, dtype=jnp.float32):
-    """The equations of the loop over microbatches of a step on one device."""
+def body_of_microbatches(num_layers, dtype=jnp.float32, num_tokens=5, **settings):
+    """The equations of the loop over microbatches of a step, on one device or as set."""
     params = params_of(num_layers, lambda shape: jax.ShapeDtypeStruct(shape, dtype))
-    traced = jax.make_jaxpr(step_of_16_bits())(params, jax.ShapeDtypeStruct((6, 5), jnp.int32))
+    batch = jax.ShapeDtypeStruct((12, num_tokens), jnp.int32)
+    traced = jax.make_jaxpr(step_of_16_bits(**settings))(params, batch)
     loops = [
         each
         for each in equations(traced)
@@ -186,6 +187,35 @@ def test_params_that_a_step_does_not_cast_are_sliced_out_of_their_stacks_in_the_
 
     assert sliced(jnp.bfloat16) == stacks
     assert sliced(jnp.float32) == set()
+
+
+@pytest.mark.parametrize(
+    ("zero", "num_tokens", "passes"), [(1, 40, 0), (2, 40, 2), (3, 40, 0), (2, 5, 0)]
+)
+def test_at_zero_2_half_of_the_layers_is_cast_in_each_pass_if_copies_take_less_than_what_is_stored(
+    zero, num_tokens, passes
+):
+    mesh = jaxpar.make_mesh(data=2)
+    body = body_of_microbatches(5, num_tokens=num_tokens, mesh=mesh, zero=zero)
+    casts = [
+        each.invars[0].aval.shape
+        for each in body
+        if each.primitive.name == "convert_element_type"
+        and (each.invars[0].aval.dtype, each.outvars[0].aval.dtype) == (jnp.float32, jnp.bfloat16)
+    ]
+    for shape in SHAPES.values():
+        assert casts.count(shape) == 2 * passes
+
+
+def test_layers_that_are_cast_again_have_the_gradients_of_those_that_are_cast_once():
+    rng = np.random.default_rng(1)
+    params = params_of(5, lambda shape: rng.normal(size=shape).astype(np.float32) / 4)
+    batch = rng.integers(8, size=(12, 40)).astype(np.int32)
+    found = {}
+    for zero in (1, 2):
+        step = step_of_16_bits(mesh=jaxpar.make_mesh(data=2), zero=zero)
+        found[zero] = jaxpar.fetch(step(params, batch))
+    assert_same(found[2], found[1], within=1e-6)
 
 
 def test_the_last_microbatch_alone_is_out_of_the_loop_and_reduces_each_layer_by_itself():

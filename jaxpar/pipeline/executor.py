@@ -153,12 +153,10 @@ def build_stage(
     added = jax.eval_shape(of_layers.add, list(map(_wide, trained_layer)))
     layer_sums = [_stacked(grad, layout) for grad in added]
     loss_sums = jax.tree.map(_wide, ends.loss_sums)
-    cast = split.cast(leaves)
-    as_given = [i for i, leaf in enumerate(leaves) if leaf.dtype == cast[i].dtype]
     return Stage(
         program=program,
         ends=ends,
-        layers=LayerOps(layout, program, layer, cast, as_given),
+        layers=LayerOps(layout, program, layer, leaves, split.cast(leaves)),
         embed=ends.read_by_embed(outer),
         head=_read_by_head(ends, outer, casts=program.masks),
         microbatches=microbatches,

@@ -38,15 +38,15 @@ class LayerLoop:
         layout: Which stage and chunk holds which layers.
         program: The compiled schedule.
         layer: The functions of one layer.
-        params: This stage's packed layers ``[num_chunks * positions_per_chunk, ...]``, already cast.
-        as_given: Which of these the step did not cast.
+        given: This stage's packed layers ``[num_chunks * positions_per_chunk, ...]``.
+        params: The same, already cast.
     """
 
     layout: LayerLayout
     program: Program
     layer: Layer
+    given: Arrays
     params: Arrays
-    as_given: list[int]
 
     # -- positions -----------------------------------------------------------------------------------------------------
 

@@ -19,8 +19,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.dtypes import is_float, merge
+from jaxpar.dtypes import is_float, merge, num_bytes
 from jaxpar.pipeline.buffers import State
+from jaxpar.pipeline.layer import RESIDUALS
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.program import OpRow, Program
 from jaxpar.pipeline.stage import Stage
@@ -50,6 +51,32 @@ def takes(zero: int, num_layers: int, num_microbatches: int) -> bool:
     computes, but only in a loop of ``jax.lax.scan``.
     """
     return num_layers <= MOST_WRITTEN_OUT or (zero < 3 and num_microbatches > 1)
+
+
+def num_cast_again(
+    num_layers: int,
+    num_microbatches: int,
+    *,
+    shards_sums_alone: bool,
+    copied: int,
+    stored: int,
+) -> int:
+    """Returns how many layers, the first, are cast in F and B of each microbatch; the others once for all microbatches.
+
+    At ZeRO 2 copies of all layers take more memory than the sums of their gradients. So half of the
+    layers have none: the first, whose copies would wait longest between F and B. Where layers store
+    less than the copies take, most memory is needed in the update, and this would not help.
+
+    Args:
+        num_layers: The number of layers.
+        num_microbatches: The number of microbatches.
+        shards_sums_alone: Whether sums of gradients are sharded, and params are not (ZeRO 2).
+        copied: The bytes of the params of a layer that are cast, as they are then.
+        stored: The bytes that a layer stores for B.
+    """
+    is_written_out = num_layers <= MOST_WRITTEN_OUT
+    saves = is_written_out and num_microbatches > 1 and shards_sums_alone and copied < stored
+    return num_layers // 2 if saves else 0
 
 
 def writes_out(program: Program, layout: LayerLayout) -> bool:
@@ -125,7 +152,16 @@ class _WrittenOut:
         shapes = lambda arrays: [each.shape for each in arrays]
         self.gathers = shapes(whole) != shapes(self.params[0])
         self.decodes = not all(map(is_float, self.params[0]))
-        self.as_given = [] if self.gathers else stage.layers.as_given
+        pairs = list(zip(stage.layers.given, self.params[0], strict=True))
+        self.as_given = [i for i, (own, cast) in enumerate(pairs) if own.dtype == cast.dtype]
+        stored = map(self.layer.split.shapes, RESIDUALS)
+        self.num_cast_again = num_cast_again(
+            len(self.params),
+            stage.schedule.num_microbatches,
+            shards_sums_alone=self.layer.zero.scatters_early and not self.gathers,
+            copied=num_bytes(cast for own, cast in pairs if own.dtype != cast.dtype),
+            stored=sum(map(num_bytes, stored)),
+        )
         self.sent_by_head = [i for i in stage.ends.head_trains if stage.zero[i].scatters_early]
 
     def first_state(self) -> State:
@@ -185,15 +221,19 @@ class _WrittenOut:
     def _params_of(self, index: int, beside: Arrays) -> tuple[Arrays, Arrays]:
         """Returns the params of a layer, and what the layer beside it reads.
 
-        A step makes an array of each param that it casts. XLA would do so with the others too, a
-        second copy of all of them for the whole step, so these are sliced where they are read.
+        A step makes an array of each param that it casts for all microbatches. XLA would do so with
+        the others too, a second copy of all of them for the whole step, so these are sliced, and
+        cast, where they are read.
         """
         params = self.params[index]
-        if not self.as_given:
+        read_here = range(len(params)) if index < self.num_cast_again else self.as_given
+        if self.gathers or not read_here:
             return params, beside
-        stacks = [self.layers.params[i] for i in self.as_given]
+        stacks = [self.layers.given[i] for i in read_here]
         stacks, beside = jax.lax.optimization_barrier((stacks, beside))
-        return merge(params, self.as_given, [stack[index] for stack in stacks]), beside
+        pairs = zip(read_here, stacks, strict=True)
+        own = [stack[index].astype(params[i].dtype) for i, stack in pairs]
+        return merge(params, read_here, own), beside
 
     def _to_decode(self, weights: Arrays, beside: Arrays) -> tuple[Arrays, Arrays]:
         """Returns the weights of a layer, which wait for what it reads if they are in codes.

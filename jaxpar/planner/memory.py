@@ -11,7 +11,7 @@ from jaxpar.backward.min_cut import peak_bytes
 from jaxpar.dtypes import num_bytes
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import REPLICAS
-from jaxpar.pipeline import spmd_program
+from jaxpar.pipeline import one_stage, spmd_program
 from jaxpar.pipeline.layer import BUFFERS
 from jaxpar.planner.job import Choice
 from jaxpar.planner.ops import Analysis
@@ -194,7 +194,7 @@ def _in_backward(
 
 
 def _stored(choice: Choice, analysis: Analysis) -> int:
-    """What a layer stores for its backward pass: its residuals, or its input under remat."""
+    """Returns what a layer stores for its backward pass: its residuals, or its input under remat."""
     if choice.remat is True:
         return num_bytes(analysis.x)
     values = analysis.split.values
@@ -327,16 +327,31 @@ def _sent(at_rest: AtRest, reads: Iterable[int]) -> int:
     return sum(each[i] for i in early if i in reads)
 
 
+def num_cast_again(choice: Choice, analysis: Analysis) -> int:
+    """Returns how many layers GPUs cast in F and B of each microbatch, not once a step (``one_stage.py``)."""
+    num_layers = analysis.shape.num_layers
+    if not choice.is_in_turn(num_layers):
+        return 0
+    _, copied = analysis.cast_bytes
+    return one_stage.num_cast_again(
+        num_layers,
+        choice.num_microbatches,
+        shards_sums_alone=choice.zero == 2 and choice.parts() > 1,
+        copied=copied,
+        stored=_stored(choice, analysis),
+    )
+
+
 def _cast_layers(choice: Choice, analysis: Analysis, at_rest: AtRest, positions: int) -> int:
-    """The params of layers in the dtype of the computation, if it is not their own.
+    """The params of layers in the dtype of the computation, if it is not their own, of those that are cast once a step.
 
     Under ZeRO 3 these are shards, and the shard of one layer is sliced out of them to be gathered.
     """
     in_use = analysis.layer.shapes(analysis.split.values["params"])
     shards = at_rest.step.zero[LAYERS].of_params
-    total = 0
+    once, total = positions - num_cast_again(choice, analysis), 0
     for own, new, shard in zip(at_rest.one_layer, in_use, shards, strict=True):
-        times = (positions if new.dtype != own.dtype else 0) + shard.is_param
+        times = (once if new.dtype != own.dtype else 0) + shard.is_param
         parts = choice.parts(shard.axes) if shard.is_param else 1
         total += times * num_bytes([new]) // parts
     return total

@@ -119,6 +119,16 @@ class Analysis:
             )
 
     @property
+    def cast_bytes(self) -> tuple[int, int]:
+        """The bytes that are read, and written, to cast the params of a layer to the dtype of the computation."""
+        in_use = self.layer.shapes(self.split.values["params"])
+        given = jax.tree.leaves(self.shape.params[LAYERS])
+        pairs = zip(in_use, given, strict=True)
+        cast = [(new, own) for new, own in pairs if new.dtype != own.dtype]
+        read = sum(new.size * own.dtype.itemsize for new, own in cast)
+        return read, num_bytes(new for new, _ in cast)
+
+    @property
     def trained_params(self) -> list[Any]:
         """The shapes of the params of one layer on a device that are trained."""
         in_use = self.layer.shapes(self.split.values["params"])

@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+from jax import ShapeDtypeStruct
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
@@ -19,6 +20,8 @@ from jaxpar.step.settings import Parallel
 from jaxpar.step.sharding import shard_step
 from jaxpar.train import TrainState, abstract_state
 from jaxpar.trainable import only_trained, trained_indices
+
+Shapes = list[ShapeDtypeStruct]
 
 
 class AtRest:
@@ -61,9 +64,10 @@ class AtRest:
         return {"params": local_bytes(state.params), "optimizer": local_bytes(counted)}
 
     @cached_property
-    def grads(self) -> list[jax.ShapeDtypeStruct]:
+    def grads(self) -> Shapes:
         """The gradients that ``value_and_grad`` returns on one device, of which ``replica`` reduces float32 or wider ones."""
-        return list(map(self._shard, jax.tree.leaves(self._trained), self.grad_specs))
+        trained = jax.tree.leaves(self._trained)
+        return list(map(self._shard, trained, self.grad_specs))
 
     @cached_property
     def grad_specs(self) -> list[PartitionSpec]:
@@ -74,33 +78,34 @@ class AtRest:
         return [shard.at_rest(spec) for shard, spec in pairs]
 
     @cached_property
-    def local_grads(self) -> list[jax.ShapeDtypeStruct]:
+    def local_grads(self) -> Shapes:
         """Gradients on one device before they are reduced over the replicas: sharded over ``stage`` and ``tensor``."""
         local = jax.tree.map(self._shard, self._trained, self.step.replica_grads)
         return jax.tree.leaves(local)
 
-    def _shard(self, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    def _shard(self, leaf: ShapeDtypeStruct, spec: PartitionSpec) -> ShapeDtypeStruct:
         return _local(leaf, NamedSharding(self._mesh, spec))
 
     @cached_property
-    def one_layer(self) -> list[jax.ShapeDtypeStruct]:
+    def one_layer(self) -> Shapes:
         """The params of one layer on one device: sharded over ``tensor``."""
         local = jax.tree.map(_local, self._packed[LAYERS], self.shardings[LAYERS])
         leaves = jax.tree.leaves(local)
-        return [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves]
+        return [ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves]
 
     @cached_property
-    def outer_in_use(self) -> list[jax.ShapeDtypeStruct]:
+    def outer_in_use(self) -> Shapes:
         """The params of embedding and head on one device during a step: sharded over ``tensor`` only."""
 
-        def local(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        def local(leaf: ShapeDtypeStruct, sharding: NamedSharding) -> ShapeDtypeStruct:
             entries = [TENSOR if entry == TENSOR else None for entry in sharding.spec]
             return self._shard(leaf, PartitionSpec(*entries))
 
-        return jax.tree.leaves(jax.tree.map(local, self._packed[OUTER], self.shardings[OUTER]))
+        outer = jax.tree.map(local, self._packed[OUTER], self.shardings[OUTER])
+        return jax.tree.leaves(outer)
 
     @cached_property
-    def outer_at_rest(self) -> list[jax.ShapeDtypeStruct]:
+    def outer_at_rest(self) -> Shapes:
         """The params of embedding and head on one device between steps."""
         return [_local(leaf) for leaf in jax.tree.leaves(self.params[OUTER])]
 
@@ -110,10 +115,10 @@ def local_bytes(tree: PyTree) -> int:
     return num_bytes(map(_local, jax.tree.leaves(tree)))
 
 
-def _local(leaf: Any, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
+def _local(leaf: Any, sharding: Sharding | None = None) -> ShapeDtypeStruct:
     """Returns the shard of an array on one device, by default with the array's own sharding."""
     own = sharding or leaf.sharding
-    return jax.ShapeDtypeStruct(own.shard_shape(leaf.shape), leaf.dtype)
+    return ShapeDtypeStruct(own.shard_shape(leaf.shape), leaf.dtype)
 
 
 def wide_bytes(arrays: Iterable[Any]) -> int:

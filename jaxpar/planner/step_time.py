@@ -25,6 +25,7 @@ from jaxpar.planner.cluster import Cluster, Links, collective_seconds
 from jaxpar.planner.job import EXPERTS, Assumptions, Choice, Software
 from jaxpar.planner.kernel_seconds import memory_rate, seconds_of
 from jaxpar.planner.kernels import Kernels
+from jaxpar.planner.memory import num_cast_again
 from jaxpar.planner.ops import Analysis, Work, layer_works
 from jaxpar.planner.state import wide_bytes
 from jaxpar.planner.traffic import GRADIENTS_OF_LAYERS, Transfer
@@ -168,12 +169,16 @@ class Prices:
         return seconds - (1 - INTERFERENCE) * hidden
 
     def _move_params_and_sums(self, works: Mapping[str, Work]) -> None:
-        """Adds what copies the params of a layer out of their stacks, and adds gradients to sums."""
+        """Adds what copies the params of a layer out of their stacks or casts them, and adds gradients to sums."""
         analysis, rate = self._analysis, memory_rate(self.cluster)
         if self.choice.runs_pipeline and not self.ideal:
             params = analysis.layer.shapes(analysis.split.values["params"])
             for op, work in works.items():
                 self.computing[op] += 2 * num_bytes(params[i] for i in work.reads) / rate
+        if not self.ideal:
+            share = num_cast_again(self.choice, analysis) / analysis.shape.num_layers
+            for op in ("F", "B"):
+                self.computing[op] += share * sum(analysis.cast_bytes) / rate
         if self.choice.num_microbatches > 1 and not self.software.fused_accumulation:
             self.computing["W" if "W" in works else "B"] += (
                 2 * wide_bytes(analysis.trained_params) / rate
