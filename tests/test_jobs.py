@@ -556,7 +556,7 @@ def test_a_file_that_is_not_there_is_named_with_its_flag(flag):
 def test_a_manifest_edited_by_hand_is_checked(capsys, tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(written(capsys, *FLAGS, "recipes/gpt.py"))
-    assert "nothing wrong found" in written(capsys, "--check", str(path))
+    assert "no error found" in written(capsys, "--check", str(path))
     for old, new, message in (
         ("completions: 2", "completions: 3", "parallelism must equal completions"),
         ('value: "2"', 'value: "4"', "JAX_NUM_PROCESSES must be the number of pods; got 4"),
@@ -635,7 +635,7 @@ def test_every_kind_that_is_written_passes_its_own_check(capsys, tmp_path):
     path = tmp_path / "job.yaml"
     for kind, manifest in text.items():
         path.write_text(manifest)
-        assert "nothing wrong found" in written(capsys, "--check", str(path)), kind
+        assert "no error found" in written(capsys, "--check", str(path)), kind
     wrong = {
         "all in one": [
             (
@@ -766,7 +766,7 @@ def test_labels_may_have_the_names_of_fields(capsys, tmp_path):
             "metadata:\n", "metadata:\n  labels: {protocol: any, restartPolicy: mine}\n", 1
         )
     )
-    assert "nothing wrong found" in written(capsys, "--check", str(path))
+    assert "no error found" in written(capsys, "--check", str(path))
 
 
 @pytest.mark.parametrize(("value", "is_told"), [("cpu", True), ("cuda", False)])
@@ -1147,7 +1147,9 @@ def test_what_no_claim_holds_and_no_queue_places_is_told_when_written_and_when_c
     assert told.count("\n") == 1
     (tmp_path / "job.yaml").write_text(printed.out)
     main(["--check", str(tmp_path / "job.yaml")])
-    assert capsys.readouterr().err.replace(f"{unchecked}\n", "") == told
+    checked = capsys.readouterr()
+    assert checked.err.replace(f"{unchecked}\n", "") == told
+    assert checked.out.endswith(": no error found; read what follows\n")
 
 
 def test_a_pod_tolerates_the_taints_that_are_named(capsys):

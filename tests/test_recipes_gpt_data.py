@@ -148,7 +148,10 @@ def test_a_recipe_learns_the_completions_of_a_table_and_refuses_a_file_of_other_
     assert checked("--data", str(tmp_path / "a.csv")) is None
     (tmp_path / "a.json").write_text('[{"question": "a", "answer": "b"}]')
     said = checked("--data", str(tmp_path / "a.json"))
-    assert "got the fields answer, question. Rename or remove fields. It is in" in said
+    assert (
+        'got the fields answer, question. Rename "question" to "instruction", "answer" to "output"'
+        in said
+    )
 
 
 def test_only_answers_are_targets(folder):

@@ -765,6 +765,8 @@ def test_docs_show_every_path_and_load_nothing(houses, gpt):
         page, described = client.get("/docs").text, client.get("/openapi.json").json
         assert described["openapi"].startswith("3.1")
         assert all(each in page for each in described["paths"])
+        for probe in ("/healthz", "/readyz"):
+            assert "503" in described["paths"][probe]["get"]["responses"]
         assert "src=" not in page
         assert "<script" not in page
         assert "http" not in page.replace(f"http://127.0.0.1:{client.port}", ""), (

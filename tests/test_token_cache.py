@@ -112,6 +112,10 @@ def test_a_text_file_is_one_document_however_long(tmp_path):
         ('{"txt": "a"}', r'must have "text", or "prompt" and "completion", or "messages", .*; got the fields txt. .*a.jsonl:2'),
         ('{"input_ids": [1, 2]}', r"got the fields input_ids. Put records of tokens into a folder of their own. It is in"),
         ('{"text": "a", "messages": []}', r"got the fields messages, text. Rename or remove fields. It is in .*a.jsonl:2"),
+        ('{"instruction": "a", "context": "", "response": "b"}', r'Rename "context" to "input", "response" to "output"\. It'),
+        ('{"dialog": [{"role": "user", "content": "a"}]}', r'got the fields dialog\. Rename "dialog" to "messages"\. It is'),
+        ('{"turns": [{"from": "human", "value": "a"}]}', r'Rename "turns" to "conversations"\. It is in .*a.jsonl:2'),
+        ('{"data": [{"text": "a"}]}', r'Write each object of "data" on a line of its own, in a .jsonl\. It is in .*a.jsonl:2'),
         ('{"text": 3}', r'"text" must be a string; got 3\. .*a.jsonl:2'),
         (r'{"text": "\ud800"}', r'"text" must be valid Unicode; got half of a surrogate pair. .*a.jsonl:2'),
         ('{"messages": "a"}', r'"messages" must be a list of objects with "role" and "content"; got another .*a.jsonl:2'),
@@ -194,13 +198,16 @@ def test_what_is_learned_but_may_not_be_meant_is_told_also_from_the_cache(tmp_pa
     (folder / "README.md").write_text("about these data\n")
     empty, typed = said("a", content=" "), said("b", content="c")
     typed["messages"][0]["role"] = "usr"
-    rows = [empty, typed, said("d", content="e"), {"prompt": "f", "completion": ""}, {"text": ""}]
+    asked = said("d", content="e")
+    asked["messages"].append({"role": "user", "content": "g"})
+    rows = [empty, typed, asked, {"prompt": "f", "completion": ""}, {"text": ""}]
     file = write_lines(folder / "a.jsonl", *rows)
     for _ in range(2):
         remarks = tokenise(find_files(folder), WordTokenizer(), tmp_path / "cache").remarks
         assert remarks == (
             f"2 of 6 examples have an empty answer, which the model learns to give, the first in {file}:1",
             f"1 of 6 examples have messages of the role 'usr', the first in {file}:2",
+            f"1 of 6 examples have a last message that no answer follows, of which nothing is learned, the first in {file}:3",
             f"1 of 6 examples have an empty text, the first in {file}:5",
             f"1 of 2 files are learned as plain text beside examples: {folder}/README.md. Move them out of the folder if they "
             "are not to be learned.",

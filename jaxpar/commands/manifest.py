@@ -126,10 +126,12 @@ def _print(flags: Flags, command: tuple[str, ...], given: Collection[str]) -> No
         found = in_lists(read_yaml(read_file(flags.check, "--check"), "--check"))
         checked = check_manifests(found, schema)
         _check_programs(checked)
-        print(f"{printable(str(flags.check))}: nothing wrong found", flush=True)
+        told = [line for manifest in checked for line in remarks(manifest)]
+        more = "; read what follows" if told else ""
+        print(f"{printable(str(flags.check))}: no error found{more}", flush=True)
         others = sorted({kind_of(each) for each in found} - {kind_of(each) for each in checked})
         _tell([f"of kind {', '.join(others)} nothing is checked"] if others else [])
-        _tell([line for manifest in checked for line in remarks(manifest)])
+        _tell(told)
         return
     _tell(unused_flags(flags.kind, _given(flags)))
     # All flags of the job are taken, and checked if the command is there; of a PodMonitor its name and port alone are needed.

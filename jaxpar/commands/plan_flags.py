@@ -56,7 +56,8 @@ class PlanFlags:
         quantize: Holds the weights of layers beside --lora-rank in nf4, nf4-dq, int8 or fp8, as the recipes' --quantize.
         compile_: Number of the best plans to compile for these GPUs, which need not be there; plans that do not fit by the
             compiler's account are dropped. It needs the extra gpu-compile, and about a minute for each.
-        json_: Print the plans as JSON, with every figure.
+        json_: Print the plans as JSON, with every figure. ideal_step_seconds is with stages that run freely, as those
+            of the mpmd executor do.
         out_dir: Folder for report.html and for plots of the best plan: its GPUs on the nodes, its memory; needs matplotlib.
         report: File for one page, such as report.html, with the plans and the timeline, shards, memory and traffic of the best.
     """

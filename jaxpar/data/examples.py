@@ -37,6 +37,7 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".7z")
 EMPTY = "an empty answer, which the model learns to give"
 EMPTY_TEXT = "an empty text"
 NOT_AN_ANSWER = 'a "weight" of 1 for a message that is not the assistant\'s, which is not learned'
+UNANSWERED = "a last message that no answer follows, of which nothing is learned"
 ROLES = (
     "system",
     "developer",
@@ -154,6 +155,7 @@ class Examples:
             [NOT_AN_ANSWER] * any(m["role"] != "assistant" and m.get("weight") for m in messages),
             place,
         )
+        self._note([UNANSWERED] * (messages[-1]["role"] != "assistant"), place)
         weights = [_weight(message.pop("weight", 1)) for message in messages]
         others = {name for message in messages for name in message} - {"role", "content"}
         self.ignored.update(f"{name} of messages" for name in others if not uses(name))

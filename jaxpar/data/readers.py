@@ -30,6 +30,7 @@ OTHER_KINDS = (
 )  # looked for where there is none of the above
 OPTIONAL = ("input", "system")  # of the others
 FIELDS = tuple(dict.fromkeys(name for kind in (*KINDS, *OTHER_KINDS, OPTIONAL) for name in kind))
+USUAL = {"question": "instruction", "context": "input", "response": "output", "answer": "output"}
 ROLES = {"human": "user", "user": "user", "system": "system"}
 ROLES |= dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "assistant")
 NOT_BY_LINE = "A .jsonl has an object a line; if the file is one list of objects, name it .json."
@@ -57,15 +58,29 @@ def kind_of(example: Any) -> tuple[str, ...]:
         if found:
             break
     names = ", ".join(sorted(printable(str(name)) for name in example)) or "none"
-    remedy = (
-        "Put records of tokens into a folder of their own."
-        if "input_ids" in example
-        else "Rename or remove fields."
-    )
     raise ValueError(
         'an example must have "text", or "prompt" and "completion", or "messages", or "instruction" and "output", or '
-        f'"conversations"; got the fields {names}. {remedy}'
+        f'"conversations"; got the fields {names}. {_remedy(example)}'
     )
+
+
+def _remedy(example: Mapping[str, Any]) -> str:
+    """Returns what to do with an example of no kind, or of two."""
+    if "input_ids" in example:
+        return "Put records of tokens into a folder of their own."
+    shown = lambda name: f'"{printable(str(name))}"'
+    others = {name: value for name, value in example.items() if name not in FIELDS}
+    for name, value in others.items():
+        has_objects = isinstance(value, list) and value and isinstance(value[0], Mapping)
+        first = value[0] if has_objects else {}
+        if "role" in first:
+            return f'Rename {shown(name)} to "messages".'
+        if "from" in first:
+            return f'Rename {shown(name)} to "conversations".'
+        if any(set(kind) <= set(first) for kind in (*KINDS, *OTHER_KINDS)):
+            return f"Write each object of {shown(name)} on a line of its own, in a .jsonl."
+    renamed = [f'{shown(name)} to "{USUAL[name]}"' for name in others if name in USUAL]
+    return f"Rename {', '.join(renamed) or 'or remove fields'}."
 
 
 def as_learned(

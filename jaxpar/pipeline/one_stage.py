@@ -75,7 +75,8 @@ def num_cast_again(
         stored: The bytes that a layer stores for B.
     """
     is_written_out = num_layers <= MOST_WRITTEN_OUT
-    saves = is_written_out and num_microbatches > 1 and shards_sums_alone and copied < stored
+    would_help = shards_sums_alone and copied < stored
+    saves = is_written_out and num_microbatches > 1 and would_help
     return num_layers // 2 if saves else 0
 
 

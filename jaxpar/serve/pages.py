@@ -17,6 +17,12 @@ from jaxpar.serve.requests import Served
 
 BUCKETS = (0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 20, 60, 120)  # seconds
 ERRORS = json.loads(Path(__file__).with_name("errors.json").read_text())  # what each status means
+UNREADY = {
+    "/healthz": {"503": {"description": "One request has taken too long."}},
+    "/readyz": {
+        "503": {"description": "The model is being loaded, or the server is about to stop."}
+    },
+}
 PAGE, POST = (
     Template(Path(__file__).with_name(name).read_text()) for name in ("docs.html", "docs_post.html")
 )
@@ -118,7 +124,10 @@ def describe(served: Served, pages: Mapping[str, str]) -> dict[str, Any]:
         for each in served.endpoints
     }
     done = {"200": {"description": "The answer."}}
-    gets = {path: {"get": {"summary": about, "responses": done}} for path, about in pages.items()}
+    gets = {
+        path: {"get": {"summary": about, "responses": done | UNREADY.get(path, {})}}
+        for path, about in pages.items()
+    }
     return {
         "openapi": "3.1.0",
         "info": {"title": served.name, "description": served.about, "version": jaxpar.__version__},
