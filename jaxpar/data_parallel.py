@@ -400,7 +400,8 @@ def check_batch(
     if len(set(rows.values())) > 1:
         sizes = {path: dim[0] for path, dim in rows.items()}
         raise ValueError(
-            f"all arrays of a batch must have the same number of rows; got {sizes}. Cut or pad them alike."
+            f"all arrays of a batch must have the same number of rows; got {sizes}. Cut or pad them alike; what is of no row, "
+            "such as a table, is closed over by the model, or a param that trainable leaves out."
         )
     (num_rows,) = next(iter(rows.values()))
     _check_rows_divide(num_rows, data, num_microbatches, replica)

@@ -262,8 +262,8 @@ class Guard:
         if not self._has_told_skip:
             self._has_told_skip = True
             self._say(
-                f"step {self._num_done} changed nothing, since its loss or gradients were not finite; the metrics count "
-                "further ones"
+                f"step {self._num_done} changed nothing, since its loss or gradients were not finite; the metrics, where it "
+                f"is step {self._num_done - 1}, count further ones"
             )
         if self._num_skipped == self._max_skipped:
             self._end_not_finite()

@@ -12,6 +12,7 @@ import pytest
 import jaxpar
 from jaxpar.data.same_batch import check_on_mesh
 from jaxpar.run import BasicFlags, Run
+from jaxpar.run.call_order import CallOrderError
 from jaxpar.runtime import coordination, meetings
 from jaxpar.runtime.coordination import PeerLostError
 from jaxpar.runtime.meetings import meet
@@ -78,6 +79,10 @@ def test_a_loop_that_compiles_logs_or_steps_with_something_else_is_told(tmp_path
             run.every(3, "save")
         state = run.begin()
         number = next(run.steps())
+        with pytest.raises(
+            CallOrderError, match=r"called before their loop; got it after run.steps"
+        ):
+            run.every(3, lambda *given: None)
         new, metrics = train_step(state, BATCH)
         donated = r"a step donates its state, .*: jaxpar\.fetch\(state\.params\)\."
         for use in (

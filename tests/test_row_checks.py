@@ -1171,6 +1171,36 @@ def test_a_model_that_is_traced_with_other_numbers_each_time_is_told_so_and_not_
         jax.eval_shape(jaxpar.value_and_grad(model, loss, mesh), {"w": jnp.ones((1, 1))}, batch)
 
 
+COUNTED = {
+    "a key": (
+        lambda h, n: h * jax.random.bernoulli(jax.random.key(n), 0.7, (1, 2)),
+        r"other numbers in a second trace, \d+ and then \d+\.",
+    ),
+    "an operation": (
+        lambda h, n: (jnp.tanh, jnp.sin)[n % 2](h),
+        r"other operations in a second trace, (sin|tanh) and then (sin|tanh)\.",
+    ),
+    "a slice": (
+        lambda h, n: h[:, n % 2 : n % 2 + 1],
+        r"other settings of slice in a second trace, .*\(0, [01]\) and then .*\(0, [01]\)\.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_model_that_does_something_else_in_each_trace_is_refused_on_one_device_too(name, data):
+    """What is chosen by a counter is not read where the rows are checked, and is another on each mesh."""
+    of_count, message = COUNTED[name]
+    traces = itertools.count(1)
+    mesh = jaxpar.make_mesh(data=data, devices=jax.devices()[:data])
+    model = lambda params, batch: of_count(batch["x"] * params["w"], next(traces))
+    loss = lambda outputs, batch: (jnp.sum(outputs), jnp.float32(len(outputs)))
+    batch = {"x": np.ones((8, 2), np.float32)}
+    with pytest.raises(ImpureError, match=message):
+        jax.eval_shape(jaxpar.value_and_grad(model, loss, mesh), {"w": jnp.ones((1, 2))}, batch)
+
+
 def test_numbers_that_are_the_same_in_each_trace_are_pure():
     key, table = jax.random.key(0), np.array([[np.nan, 1.0]], np.float32)
     model = lambda params, batch: batch["x"] * params["w"] + table + jax.random.normal(key, (1, 2))

@@ -382,6 +382,9 @@ OF_OTHERS = {
     "twice each": lambda h, n: h[jnp.arange(n) // 2],
     "up to a number": lambda h, n: h[jnp.minimum(jnp.arange(n), 2)],
     "a half": lambda h, n: h[jnp.arange(n // 2)],
+    # In the smaller number of rows each is at its own index.
+    "a permutation of NumPy": lambda h, n: h[np.roll(np.arange(n), n // FEW - 1)],
+    "up to a number of NumPy": lambda h, n: h[np.minimum(np.arange(n), FEW - 1)],
     "every other written": lambda h, n: h.at[::2].multiply(2),
     "a half written": lambda h, n: h.at[jnp.arange(n // 2)].set(0),
     # Indices without a sign do not count from the end, so JAX leaves them as they are.

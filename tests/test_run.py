@@ -407,9 +407,37 @@ def test_an_optimizer_that_treats_other_params_with_the_same_numbers_is_told(tmp
     halves = {"fast": optax.sgd(0.1), "slow": optax.sgd(0.01)}
     of = lambda **labels: numbers_of(optax.partition(halves, labels), params)
     one, other = of(a="fast", b="slow"), of(a="slow", b="fast")
-    assert one["of_each_update"] != other["of_each_update"]
+    assert one["operations"] != other["operations"]
     assert one["checksum"] == other["checksum"]
     assert one == of(a="fast", b="slow")
+
+
+def test_a_decay_of_other_params_or_another_operation_is_told_whatever_the_numbers_are():
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+
+    def decaying(**mask):
+        decay = optax.add_decayed_weights(0.1, mask=mask)  # as is 1 - b1
+        return numbers_of(optax.chain(optax.scale_by_adam(), decay, optax.scale(-0.01)), params)
+
+    one, other = decaying(a=True, b=False), decaying(a=False, b=True)
+    assert one["operations"] != other["operations"]
+    sign = optax.stateless(lambda updates, params: jax.tree.map(jnp.sign, updates))
+    with_sign = numbers_of(optax.chain(sign, optax.sgd(0.1)), params)
+    assert with_sign["operations"] != numbers_of(optax.sgd(0.1), params)["operations"]
+    of_other_shape = numbers_of(
+        optax.chain(sign, optax.sgd(0.1)), {"a": jnp.ones(3), "b": jnp.ones((2, 2))}
+    )
+    assert with_sign == of_other_shape
+
+
+def test_numbers_of_an_optimizer_that_are_not_shown_are_counted(tmp_path):
+    flags = BasicFlags.of(out_dir=tmp_path, steps=1, checkpoint_every=1)
+    of = lambda *numbers: optax.chain(*map(optax.scale, numbers))
+    assert trained(flags, of(0.11, 0.12, 0.13, 0.14, 0.15, 0.16), settings={"rows": 4}) == []
+    more = flags.replace(resume=True, steps=2)
+    [told] = trained(more, of(0.21, 0.22, 0.23, 0.24, 0.25), settings={"rows": 4})
+    assert "computes with 0.21, 0.22, 0.23, 0.24 and 1 more where" in told
+    assert "has 0.11, 0.12, 0.13, 0.14 and 2 more" in told
 
 
 def test_a_schedule_of_another_number_of_steps_is_told_as_such(tmp_path):

@@ -38,13 +38,13 @@ from jaxpar._compat.evaluation import (
 )
 from jaxpar._compat.forwarding import forwarded
 from jaxpar._compat.jaxprs import (
+    digests_of_outputs,
     drawn_shapes,
     equations,
     is_jaxpr,
     linear_solve,
     literal_value,
     literals,
-    literals_of_outputs,
     opened,
     source_line,
     with_inner,

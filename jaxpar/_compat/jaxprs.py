@@ -1,5 +1,6 @@
 """Jaxprs and their equations, read."""
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,15 +96,21 @@ def literals(jaxpr: Any) -> list[Any]:
     return values
 
 
-def literals_of_outputs(closed: Any) -> list[set[str]]:
-    """Returns for each output of a jaxpr the values written into the equations that it depends on, as text."""
-    of: dict[Any, set[str]] = {}
-    read = lambda x: set() if isinstance(x, Literal) else of.get(x, set())
+def digests_of_outputs(closed: Any) -> list[str]:
+    """Returns for each output of a jaxpr a digest of the operations that compute it and the values written into them.
+
+    It is the same for inputs of other shapes.
+    """
+    of: dict[Any, str] = {}
+    read = lambda x: str(x.val) if isinstance(x, Literal) else of.get(x, "")
     for equation in closed.jaxpr.eqns:
-        inside = (x for each in with_inner(equation) for x in each.invars)
-        own = {str(x.val) for x in inside if isinstance(x, Literal)}
-        own = own.union(*map(read, equation.invars))
-        of |= dict.fromkeys(equation.outvars, own)
+        inside = [
+            (each.primitive.name, [str(x.val) for x in each.invars if isinstance(x, Literal)])
+            for each in with_inner(equation)
+        ]
+        made = repr((inside, list(map(read, equation.invars))))
+        for number, output in enumerate(equation.outvars):
+            of[output] = hashlib.sha256(f"{number} {made}".encode()).hexdigest()
     return [read(x) for x in closed.jaxpr.outvars]
 
 

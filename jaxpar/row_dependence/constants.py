@@ -47,7 +47,7 @@ def _of_array(few: np.ndarray, many: np.ndarray) -> Value:
         first, second = few.flat[0], many.flat[0]
         return of_number(float(first), float(second))
     if few.shape != many.shape:
-        counts = np.array_equal(few, np.arange(few.size))
+        counts = all(np.array_equal(each, np.arange(each.size)) for each in (few, many))
         return Value(place=Place.INDEX if counts else Place.OTHER)
     has_nan = few.dtype.kind in "fc"
     is_same = np.array_equal(few, many, equal_nan=has_nan)

@@ -11,7 +11,9 @@ from typing import NamedTuple
 # Reasons of a doubt that callers look for.
 BY_PART = "it depends on the place of a head, or whatever devices exchange, in the part of one"
 TORN = "it adds up some dims of rows"
-OTHER_PROGRAM = "another program for another number of rows"
+OTHER_PROGRAM = (
+    "another program for another number of rows, as jax.lax.associative_scan over them is"
+)
 NOT_KNOWN = "it is not known"
 OF_DEVICES = "it depends on the number of devices"
 TAKEN = "it takes some rows"

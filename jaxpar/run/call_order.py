@@ -48,6 +48,14 @@ class CallOrder:
         self.check_begun()
         self.is_iterated = True
 
+    def check_before_loop(self, method: str) -> None:
+        """Raises CallOrderError if the steps of the run are iterated already."""
+        if self.is_iterated:
+            raise CallOrderError(
+                f"run.{method} is for all steps, so it must be called before their loop; got it after run.steps. Call it once, "
+                "before `for step in run.steps():`."
+            )
+
     def check_state(self, step: int, done: int, say: Callable[[str], None]) -> None:
         """Raises CallOrderError if the first step of a loop is another number of the optimizer's; later such a number is told.
 

@@ -412,8 +412,12 @@ class Run(AbstractContextManager["Run"]):
 
         ``step`` counts the steps done, ``state`` is the one after them, which the next step donates. It is called in every
         process, when the metrics of the step are computed; its time counts for no step, and it has the budget of an evaluation.
+
+        Raises:
+            CallOrderError: The steps are iterated already.
         """
         check_call(num_steps, call)
+        self._order.check_before_loop("every")
         self._calls.append((num_steps, call))
 
     def _call(

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpar._compat import literals, literals_of_outputs
+from jaxpar._compat import digests_of_outputs, literals
 from jaxpar.checkpoint.manifest import plain_json
 from jaxpar.checkpoint.state import as_numbers
 from jaxpar.data.checksums import checksum
@@ -180,9 +180,7 @@ class Traits:
         is_apart = (
             isinstance(then, Mapping)
             and now is not None
-            and any(
-                then.get(name, now[name]) != now[name] for name in ("checksum", "of_each_update")
-            )
+            and any(then.get(name, now[name]) != now[name] for name in ("checksum", "operations"))
         )
         if (
             isinstance(then, Mapping)
@@ -253,12 +251,12 @@ def numbers_of(optimizer: Any, params: PyTree) -> dict[str, Any] | None:
         traced, made = jax.make_jaxpr(update, return_shape=True)(params)
     except Exception:  # of any kind: an optimizer is a function of the user
         return None
-    updates = literals_of_outputs(traced)[: len(jax.tree.leaves(made[0]))]
+    updates = digests_of_outputs(traced)[: len(jax.tree.leaves(made[0]))]
     values = as_numbers([*literals(traced), *traced.consts])
     found = [_text(np.asarray(value)) for value in values]
     return {
         "checksum": _checksum_of(found),
-        "of_each_update": _checksum_of(",".join(sorted(each)) for each in updates),
+        "operations": _checksum_of(updates),
         "numbers": [*dict.fromkeys(found)][:MOST],
     }
 
@@ -283,10 +281,14 @@ def _text(value: np.ndarray) -> str:
 
 def _other_numbers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Returns the numbers that only one of two optimizers has, those of the first one first."""
-    new, old = (numbers[:SHOWN] for numbers in _apart(saved, now))
+    new, old = _apart(saved, now)
     if not new and not old:
-        return "its update has the same numbers in other places"
-    listed = lambda numbers: printable(brief(", ".join(numbers)))
+        return "its update has the same numbers in other places, or other operations"
+
+    def listed(numbers: list[str]) -> str:
+        more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
+        return printable(brief(", ".join(numbers[:SHOWN]))) + more
+
     if not old:
         return f"its update computes with {listed(new)}, which that of the saved run does not have"
     return f"its update computes with {listed(new) or 'none'} where that of the saved one has {listed(old)}"

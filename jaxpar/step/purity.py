@@ -1,9 +1,10 @@
-"""Whether a model and its loss are pure: traced twice, they have the same numbers.
+"""Whether a model and its loss are pure: traced twice, they do the same with the same numbers.
 
 What JAX traces it keeps: a counter of Python, the time or a random number of NumPy is read once and is in each step the same.
+Steps for two meshes are traced apart, so they would have other numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpar._compat import Tracer, literals
+from jaxpar._compat import Tracer, equations, literals
 from jaxpar.layered_model import LayeredModel
 
 
@@ -22,31 +23,76 @@ class ImpureError(ValueError):
 def check_pure(
     model: LayeredModel | Callable, loss: Callable, params: PyTree, batch: PyTree
 ) -> None:
-    """Raises ImpureError if a model and its loss have other numbers when they are traced once more."""
+    """Raises ImpureError if a model and its loss are not the same when they are traced once more."""
     forward = model.apply if isinstance(model, LayeredModel) else model
-    first = _numbers(forward, loss, params, batch)
-    second = _numbers(forward, loss, params, batch)
-    pairs = zip(first, second, strict=False)
-    apart = [pair for pair in pairs if not _same(*pair)]
-    if not apart and len(first) == len(second):
-        return
-    got = ", {} and then {}".format(*map(_shown, apart[0])) if apart else ""
+
+    def traced() -> list[Any]:
+        # JAX would not trace the same function again.
+        whole = lambda params, batch: loss(forward(params, batch), batch)
+        return [jax.make_jaxpr(whole)(params, batch)]
+
+    check_same_traces(traced(), traced())
+
+
+def check_same_traces(first: Sequence[Any], second: Sequence[Any]) -> None:
+    """Raises ImpureError if two traces of a model and its loss differ.
+
+    Args:
+        first: The jaxprs of one trace.
+        second: Those of the other, in the same order.
+    """
+    numbers = [_numbers(each) for each in (first, second)]
+    apart = [pair for pair in zip(*numbers, strict=False) if not _same(*pair)]
+    if apart:
+        _refuse("numbers", *map(_shown, apart[0]))
+    for of_both in zip(*map(_operations, (first, second)), strict=False):
+        (one, its_settings), (other, others) = of_both
+        if one != other:
+            _refuse("operations", one, other)
+        if its_settings != others:
+            _refuse(f"settings of {one}", *_apart(its_settings, others))
+    if len({len(each) for each in numbers}) > 1:
+        _refuse("numbers")
+
+
+def _refuse(what: str, *got: str) -> None:
+    told = ", {} and then {}".format(*got) if got else ""
     raise ImpureError(
         "a model and its loss must be pure functions, of their arguments alone, since they are traced once for all steps; got "
-        f"other numbers in a second trace{got}. Put what changes, such as a counter or the time, into the batch, and draw "
+        f"other {what} in a second trace{told}. Put what changes, such as a counter or the time, into the batch, and draw "
         "random numbers by jax.random from keys in it, not by NumPy."
     )
 
 
-def _numbers(forward: Callable, loss: Callable, params: PyTree, batch: PyTree) -> list[Any]:
-    """Returns the numbers that are written in a model and its loss, or that these close over, from a trace of their own."""
-
-    def whole(params: PyTree, batch: PyTree) -> Any:
-        return loss(forward(params, batch), batch)
-
-    traced = jax.make_jaxpr(whole)(params, batch)
-    values = [*literals(traced), *traced.consts]
+def _numbers(traced: Sequence[Any]) -> list[Any]:
+    """Returns the numbers that are written in traced functions, or that these close over."""
+    values = [value for each in traced for value in (*literals(each), *each.consts)]
     return [value for value in values if not isinstance(value, Tracer)]
+
+
+def _operations(traced: Sequence[Any]) -> list[tuple[str, dict[str, str]]]:
+    """Returns the operations of traced functions, each with its settings as text."""
+    return [
+        (equation.primitive.name, _settings(equation.params))
+        for each in traced
+        for equation in equations(each)
+    ]
+
+
+def _settings(params: dict[str, Any]) -> dict[str, str]:
+    return {name: repr(value) for name, value in params.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a setting is made of numbers and names; others may be new objects in each trace."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | float | str)
+
+
+def _apart(one: dict[str, str], other: dict[str, str]) -> tuple[str, str]:
+    name = next(name for name in {**one, **other} if one.get(name) != other.get(name))
+    return f"{name}={one.get(name)}", f"{name}={other.get(name)}"
 
 
 def _same(one: Any, other: Any) -> bool:

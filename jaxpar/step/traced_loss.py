@@ -25,6 +25,7 @@ from jaxpar.mesh import CONTEXT, MANUAL, TENSOR, entry_axes, shown_sizes
 from jaxpar.pipeline.control_flow import is_maskable
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.sharding import path_string
+from jaxpar.step.purity import check_same_traces
 from jaxpar.trainable import only_trained, with_trained
 
 Loss = Callable[[PyTree, PyTree], tuple]
@@ -102,6 +103,7 @@ def trace_loss(
         batch: Likewise for the batch.
 
     Raises:
+        ImpureError: Model and loss are not the same when they are traced again.
         ValueError: The weight depends on the outputs, or an operation cannot run on the mesh.
     """
     microbatch = microbatch_shapes(batch, mesh, num_microbatches)
@@ -112,6 +114,13 @@ def trace_loss(
         with _parts_of_sequences_told(mesh):
             traced, outputs = jax.make_jaxpr(forward, return_shape=True)(params, microbatch)
         of_loss = jax.make_jaxpr(loss)(outputs, microbatch)
+        # JAX would not trace the same functions again.
+        forward_again, loss_again = (lambda *given: forward(*given)), (lambda *given: loss(*given))
+        again = (
+            jax.make_jaxpr(forward_again)(params, microbatch),
+            jax.make_jaxpr(loss_again)(outputs, microbatch),
+        )
+        check_same_traces((traced, of_loss), again)
         operations = [*equations(traced), *equations(of_loss)]
         if any(operation.primitive.name.startswith("custom_vjp_call") for operation in operations):
             operations += _of_gradients(forward, loss, params, microbatch)
