@@ -63,7 +63,7 @@ def num_cast_again(
 ) -> int:
     """Returns how many layers, the first, are cast in F and B of each microbatch; the others once for all microbatches.
 
-    At ZeRO 2 copies of all layers take more memory than the sums of their gradients. So half of the
+    At ZeRO 2 copies of all layers take more memory than the sums of their gradients. So a third of the
     layers have none: the first, whose copies would wait longest between F and B. Where layers store
     less than the copies take, most memory is needed in the update, and this would not help.
 
@@ -77,7 +77,7 @@ def num_cast_again(
     is_written_out = num_layers <= MOST_WRITTEN_OUT
     would_help = shards_sums_alone and copied < stored
     saves = is_written_out and num_microbatches > 1 and would_help
-    return num_layers // 2 if saves else 0
+    return num_layers // 3 if saves else 0
 
 
 def writes_out(program: Program, layout: LayerLayout) -> bool:
