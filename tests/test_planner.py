@@ -41,7 +41,7 @@ from jaxpar.planner.job import divisors
 from jaxpar.planner.kernel_seconds import memory_rate, product_seconds
 from jaxpar.planner.kernels import Product, kernels_of, peak_of_kernels
 from jaxpar.planner.ops import Analysis
-from jaxpar.planner.ranking import _usual_rows
+from jaxpar.planner.ranking import _usual_rows, gains_of
 from jaxpar.planner.search import Estimator, likely_choices
 from jaxpar.planner.state import AtRest
 from jaxpar.planner.step_time import _ticks
@@ -536,6 +536,52 @@ def test_gains_are_of_changes_that_are_faster_and_say_what_they_need():
     changes = {gain.change for plan in plans for gain in plan.gains}
     assert "no recomputation" in changes, changes
     assert "faster" in plans[0].details(80e9)
+
+
+@pytest.mark.parametrize(
+    ("rows", "fixed"),
+    [
+        (64, {"tensor": 4, "num_microbatches": 2}),
+        (64, {"tensor": 2, "num_microbatches": 4}),
+        (64, {"num_microbatches": 4, "remat": True}),
+        (32, {"stage": 4, "schedule": "1f1b", "num_microbatches": 16, "remat": True}),
+    ],
+)
+def test_gains_are_what_the_changed_plans_gain(rows, fixed):
+    shape, machines = transformer_shape(SMALL), cluster("h100")
+    (best,) = jaxpar.plan(shape, machines, batch_size=rows, **fixed, top=1)
+    estimator = Estimator(shape, machines, rows, optax.adam(1e-4), "spmd", Assumptions())
+    seconds = lambda rows, choice: (
+        price(shape, machines, choice, batch_size=rows).step_seconds / rows
+    )
+    before, choice = seconds(rows, best.choice), best.choice
+    others = {
+        "twice the batch": (2 * rows, {"num_microbatches": 2 * choice.num_microbatches}),
+        "no recomputation": (rows, {"remat": False}),
+    }
+    for count in divisors(rows // choice.num_replicas):
+        of_each = rows // choice.num_replicas // count
+        others[f"microbatches of {of_each} rows"] = rows, {"num_microbatches": count}
+    told, checked = gains_of(estimator, choice), 0
+    assert {gain.change for gain in best.gains} == {gain.change for gain in told}
+    for gain in told:
+        if gain.change in others:
+            count, changed = others[gain.change]
+            after = seconds(count, dataclasses.replace(choice, **changed))
+            assert gain.faster == pytest.approx(1 - after / before, abs=1e-6), gain
+            checked += 1
+    assert checked
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_the_quick_estimate_of_one_stage_lacks_the_embedding_and_the_update_alone(count, tensor):
+    shape, machines = transformer_shape(SMALL), cluster("h100")
+    estimator = Estimator(shape, machines, 64, optax.adam(1e-4), "spmd", Assumptions())
+    choice = Choice(data=8 // tensor, stage=1, tensor=tensor, num_microbatches=count)
+    time, prices = estimator.price(choice).time, estimator.prices(choice)
+    rest = count * (prices.embed + prices.embed_back) + time.update
+    assert estimator.quick_seconds(choice) == pytest.approx(time.total - rest, rel=1e-9)
 
 
 @pytest.mark.parametrize("width", [80, pytest.param(100, marks=FULL)])

@@ -1,7 +1,7 @@
 """The planner's public functions: `plan` ranks ways to train a model on a cluster, `price` estimates one choice.
 
-A plan names the changes that would help it most, of one setting, of the batch or of the machines: quick estimates, without a
-schedule, of the seconds for the same number of tokens. If nothing fits, the error says why, and names the nearest that fits.
+A plan names the changes that would help it most, of one setting, of the batch or of the machines, by the seconds that they save
+for the same number of tokens. If nothing fits, the error says why, and names the nearest that fits.
 """
 
 import math
@@ -184,16 +184,17 @@ def gains_of(estimator: Estimator, choice: Choice) -> tuple[Gain, ...]:
 
 
 def _faster(estimator: Estimator, choice: Choice, other: Estimator, changed: Choice) -> float:
-    """Returns the share of the time that a change saves, with the schedule of a pipeline where it is another setting's."""
-    plans = (
-        [estimator.price(each, quick=True) for each in (choice, changed)]
-        if other is estimator
-        else []
-    )
-    if choice.stage > 1 and (known := [each.step_seconds for each in plans if each])[1:]:
-        return 1 - known[1] / known[0]
-    share = other.batch_size / estimator.batch_size
-    return 1 - other.quick_seconds(changed) / share / estimator.quick_seconds(choice)
+    """Returns the share of the time for the same number of tokens that a change saves, priced as plans are."""
+    before, after = _seconds_a_row(estimator, choice), _seconds_a_row(other, changed)
+    return 1 - after / before
+
+
+def _seconds_a_row(estimator: Estimator, choice: Choice) -> float:
+    """Returns the seconds of a step of a choice for each row of its batch, whether it fits the memory or not."""
+    everything = replace(estimator.cluster, memory_bytes=float("inf"))
+    priced = replace(estimator, cluster=everything).price(choice, quick=True)
+    assert priced is not None
+    return priced.step_seconds / estimator.batch_size
 
 
 def _changes(estimator: Estimator, choice: Choice) -> Iterator[tuple[str, Estimator, Choice]]:
