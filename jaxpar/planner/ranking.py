@@ -256,6 +256,8 @@ def why_nothing(
         needs_rows = _larger_batch(estimator, fixed, estimator.cluster.num_devices) is not None
         if not estimator.refused or (needs_rows and not has_tensor):
             return _undivided(estimator, fixed)
+        if refused := _refused_anyhow(estimator, fixed):
+            return refused
         # The model cannot be split as fixed; the values must divide the devices too.
         why, _, remedy = next(iter(estimator.refused.values())).rpartition(". ")
         return f"{why}. {_remedy(estimator, fixed) if has_tensor else remedy}"
@@ -269,6 +271,13 @@ def why_nothing(
         f"{estimator.shape.name}{named} needs {gib(num_bytes)} GiB a device at {arg(**choice.sizes)}; have {gib(limit)}{free}. "
         f"{remedy or _nearest(estimator, fixed, choice, rows_of)}"
     )
+
+
+def _refused_anyhow(estimator: Estimator, fixed: dict[str, Any]) -> str | None:
+    """Returns why no mesh with the fixed context has the model, whatever its tensor is; None: one has."""
+    sizes = {"context": fixed.get("context") or 1, "num_microbatches": estimator.batch_size}
+    whole = Choice(**sizes, remat=fixed.get("remat") or False)
+    return estimator.refused["tensor=1"] if estimator.analysis(whole) is None else None
 
 
 def _rows_and_scores(estimator: Estimator, choice: Choice) -> tuple[str, str]:
