@@ -18,7 +18,7 @@ import pytest
 import jaxpar
 from jaxpar.__main__ import main
 from jaxpar.backward.graph import trace
-from jaxpar.commands.plan_flags import PlanFlags
+from jaxpar.commands.plan_flags import PlanFlags, check_plan_flags
 from jaxpar.commands.plan_model import planned_model
 from jaxpar.dtypes import num_bytes
 from jaxpar.inspect.text import seconds_text
@@ -47,6 +47,7 @@ from jaxpar.planner.state import AtRest
 from jaxpar.planner.step_time import _ticks
 from jaxpar.planner.traffic import step_traffic
 from jaxpar.run.language_model import ModelFlags, config_of_flags
+from jaxpar.run.lora_flags import LoraFlags
 from jaxpar.schedule import NUM_CHUNKS, Costs, make_schedule, simulate
 from jaxpar.schedule.simulate import makespan, structure_of
 from tests.support import tiny
@@ -1260,6 +1261,14 @@ def test_what_needs_the_memory_is_named_first(capsys):
     assert said.strip().endswith("stays free. Choose --seq 8192 or --attention flash.")
 
 
+@pytest.mark.parametrize("fixed", [[], ["--tensor", "2"], ["--tensor", "4", "--stage", "1"]])
+def test_attention_that_sequences_over_context_need_is_named_beside_any_mesh(fixed, capsys):
+    args = ["plan", "--model", "gpt2", "--seq", "256", "--batch-size", "8", "--context", "2"]
+    assert main([*args, *fixed, "--attention", "xla"]) == 2
+    assert capsys.readouterr().err.strip().endswith("by flag --attention flash.")
+    assert main([*args, *fixed, "--attention", "flash", "--top", "1"]) == 0
+
+
 HELD = (
     "--batch-size",
     "8",
@@ -1271,6 +1280,40 @@ HELD = (
     "2",
     "--json",
 )
+
+
+def test_the_command_plans_factors_beside_the_weights_that_are_named(capsys):
+    assert PlanFlags.lora_targets == LoraFlags.lora_targets == (*LAYER_WEIGHTS,)
+    args = ["plan", "--model", "moe-bytes", *HELD, "--top", "1", "--lora-rank", "8"]
+    assert main(args) == 2
+    said = capsys.readouterr().err
+    assert "got w_up w_down for a model that has none of these names, whose" in said
+    (remedy,) = re.findall(r"Give (--lora-targets .*)\.", said)
+    assert main([*args, *remedy.split()]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)
+    assert plan["lora_targets"] == ["w_qkv", "w_out"]
+    for targets, message in (
+        (("w_out", "w_out"), r"each once; got w_out w_out\. Choose among w_qkv w_out w_up w_down"),
+        ((), r"each once; got none\. Choose among"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            planned_model(PlanFlags(model="gpt2", lora_rank=8, lora_targets=targets))
+    with pytest.raises(ValueError, match=r"applies to lora_rank; got it without that\. Add lora_r"):
+        check_plan_flags(PlanFlags(model="gpt2", lora_targets=("w_qkv",)))
+    trained = [
+        planned_model(PlanFlags(model="gpt2", lora_rank=8, lora_targets=targets)).shape.num_trained
+        for targets in (("w_qkv",), ("w_qkv", "w_out"))
+    ]
+    assert trained == [12 * 8 * (768 + 3 * 768), 12 * 8 * (768 + 3 * 768 + 768 + 768)]
+
+
+def test_a_window_is_in_the_plan_of_a_model_that_has_one(capsys):
+    found = {}
+    for name in ("mistral-7b", "gpt2"):
+        assert main(["plan", "--model", name, *HELD, "--top", "1", "--lora-rank", "8"]) == 0
+        (plan,) = json.loads(capsys.readouterr().out)
+        found[name] = plan.get("window"), plan.get("lora_targets")
+    assert found == {"mistral-7b": (4096, None), "gpt2": (None, None)}
 
 
 def test_the_command_plans_for_the_config_of_a_folder(tmp_path, capsys):
