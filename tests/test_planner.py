@@ -138,6 +138,17 @@ def test_groups_of_replicas_are_preferred_where_zero_3_would_send_over_a_slow_ne
     )
 
 
+def test_sums_of_experts_over_data_are_scattered_over_tensor_in_both_passes():
+    """As XLA for GPUs does, where each shard sends its slice of the width to the owners of experts."""
+    shape = transformer_shape(preset("moe-bytes"), experts="data", seq=32)
+    works = Analysis(shape, 4, 2, data=4).works
+    rows = 4 * 32 * 2 * 4 * preset("moe-bytes").embed_dim * 4  # of all replicas, in float32
+    for name in ("forward", "backward"):
+        kinds = [each.kind for each in works[name].sent if each.payload_bytes == rows]
+        assert kinds.count("reduce-scatter") == kinds.count("all-gather") == 1, (name, kinds)
+        assert "all-reduce" not in kinds, name
+
+
 @pytest.mark.full
 def test_long_sequences_are_cut_over_context():
     config = preset(
