@@ -31,6 +31,7 @@ import reprlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import product
 from typing import Any, TypeVar
 
 import jax
@@ -171,6 +172,17 @@ def _checked(devices: Any) -> list[jax.Device]:
             "jax.devices()."
         )
     return found
+
+
+def numbered_places(sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    """Returns the coordinates of each device by axis, in the order in which ``make_mesh`` numbers devices.
+
+    Args:
+        sizes: The sizes of axes, such as ``mesh.shape``, in any order; the coordinates are in the same one.
+    """
+    axes = [axis for axis in FROM_SLOWEST if axis in sizes]
+    places = (dict(zip(axes, at, strict=True)) for at in product(*(range(sizes[a]) for a in axes)))
+    return [{axis: place[axis] for axis in sizes} for place in places]
 
 
 def shown_sizes(sizes: Mapping[str, int]) -> dict[str, int]:

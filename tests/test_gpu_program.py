@@ -490,6 +490,23 @@ def test_the_last_microbatch_of_one_stage_reduces_each_layer_while_the_next_comp
     assert found.memory.temp_bytes < 1.1 * after.memory.temp_bytes
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The Pallas Triton backend is deprecated"
+)  # it multiplies rows of experts in float32
+def test_experts_over_data_and_tensor_send_what_is_planned(gpus):
+    config = transformer.preset("moe-bytes", num_layers=2)
+    model = transformer_shape(config, experts="data", seq=128, is_planned=False)
+    choice = Choice(data=4, tensor=2, num_microbatches=2, zero=1, experts="data")
+    mesh = jaxpar.make_mesh(**choice.sizes, devices=list(gpus))
+    _, found = compile_choice(model, choice, mesh, optax.adam(1e-4), 32)
+    moved = {"+".join(axes): count for axes, count in found.bytes_by_axes().items()}
+    machines = cluster("h100", num_nodes=2, devices_per_node=4)
+    planned = price(model, machines, choice, batch_size=32).bytes_moved
+    # XLA for GPUs sums a few numbers of all devices, as the norm of the gradients, at once.
+    assert moved["tensor"] == pytest.approx(planned["tensor"], abs=256), found.render()
+    assert moved["data"] == pytest.approx(planned["data"], abs=256), found.render()
+
+
 def test_a_layer_that_is_written_out_is_gathered_and_reduced_while_others_compute(gpus):
     config = transformer.preset("tinyllama-1.1b", num_layers=4, compute_dtype="bfloat16")
     model = transformer_shape(config, seq=256)

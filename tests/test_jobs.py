@@ -16,7 +16,16 @@ import gpt
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands import recipe as cli
 from jaxpar.commands.manifest import main
-from jaxpar.jobs import Job, Serving, check_manifest, to_jobset, to_sbatch, to_service, to_trainjob
+from jaxpar.jobs import (
+    Job,
+    Serving,
+    check_manifest,
+    to_jobset,
+    to_sbatch,
+    to_service,
+    to_trainjob,
+    unsaved,
+)
 from jaxpar.jobs.flags import UNUSED, first_plan, plan_flags
 from jaxpar.jobs.job import JobSettings
 from jaxpar.run import Run
@@ -1295,6 +1304,19 @@ def test_a_plan_for_another_executor_than_the_recipes_is_refused(tmp_path):
     for other in ({"executor": "spmd"}, {"stage": 1, "data": 8}):
         path.write_text(json.dumps([plan | other]))
         main(job)
+
+
+@pytest.mark.parametrize("steps", [None, 1, 2, 3, 10, 600, 20_000])
+def test_the_checkpoints_that_a_remark_names_leave_no_remark(steps):
+    command = ["recipes/gpt.py", *(() if steps is None else ("--steps", str(steps)))]
+    every = [[], ["--checkpoint-every", "0"]]
+    if (steps or 0) > 1:
+        every += [["--checkpoint-every", str(steps)], ["--checkpoint-every", str(5 * steps)]]
+    for given in every:
+        (said,) = unsaved([*command, *given])
+        (remedy,) = re.findall(r"Give it such as (--checkpoint-every (\d+))", said)
+        assert not [*unsaved([*command, *remedy[0].split()])], said
+        assert int(remedy[1]) <= 500
 
 
 def test_a_plan_of_what_the_recipe_would_not_run_is_refused(tmp_path, capsys):

@@ -18,7 +18,7 @@ import pytest
 import jaxpar
 from jaxpar.__main__ import main
 from jaxpar.backward.graph import trace
-from jaxpar.commands.plan_flags import PlanFlags
+from jaxpar.commands.plan_flags import PlanFlags, check_plan_flags
 from jaxpar.commands.plan_model import planned_model
 from jaxpar.dtypes import num_bytes
 from jaxpar.inspect.text import seconds_text
@@ -41,12 +41,13 @@ from jaxpar.planner.job import divisors
 from jaxpar.planner.kernel_seconds import memory_rate, product_seconds
 from jaxpar.planner.kernels import Product, kernels_of, peak_of_kernels
 from jaxpar.planner.ops import Analysis
-from jaxpar.planner.ranking import _usual_rows
+from jaxpar.planner.ranking import _usual_rows, gains_of
 from jaxpar.planner.search import Estimator, likely_choices
 from jaxpar.planner.state import AtRest
 from jaxpar.planner.step_time import _ticks
 from jaxpar.planner.traffic import step_traffic
 from jaxpar.run.language_model import ModelFlags, config_of_flags
+from jaxpar.run.lora_flags import LoraFlags
 from jaxpar.schedule import NUM_CHUNKS, Costs, make_schedule, simulate
 from jaxpar.schedule.simulate import makespan, structure_of
 from tests.support import tiny
@@ -135,6 +136,17 @@ def test_groups_of_replicas_are_preferred_where_zero_3_would_send_over_a_slow_ne
         ].choice.replica
         == 2
     )
+
+
+def test_sums_of_experts_over_data_are_scattered_over_tensor_in_both_passes():
+    """As XLA for GPUs does, where each shard sends its slice of the width to the owners of experts."""
+    shape = transformer_shape(preset("moe-bytes"), experts="data", seq=32)
+    works = Analysis(shape, 4, 2, data=4).works
+    rows = 4 * 32 * 2 * 4 * preset("moe-bytes").embed_dim * 4  # of all replicas, in float32
+    for name in ("forward", "backward"):
+        kinds = [each.kind for each in works[name].sent if each.payload_bytes == rows]
+        assert kinds.count("reduce-scatter") == kinds.count("all-gather") == 1, (name, kinds)
+        assert "all-reduce" not in kinds, name
 
 
 @pytest.mark.full
@@ -536,6 +548,52 @@ def test_gains_are_of_changes_that_are_faster_and_say_what_they_need():
     changes = {gain.change for plan in plans for gain in plan.gains}
     assert "no recomputation" in changes, changes
     assert "faster" in plans[0].details(80e9)
+
+
+@pytest.mark.parametrize(
+    ("rows", "fixed"),
+    [
+        (64, {"tensor": 4, "num_microbatches": 2}),
+        (64, {"tensor": 2, "num_microbatches": 4}),
+        (64, {"num_microbatches": 4, "remat": True}),
+        (32, {"stage": 4, "schedule": "1f1b", "num_microbatches": 16, "remat": True}),
+    ],
+)
+def test_gains_are_what_the_changed_plans_gain(rows, fixed):
+    shape, machines = transformer_shape(SMALL), cluster("h100")
+    (best,) = jaxpar.plan(shape, machines, batch_size=rows, **fixed, top=1)
+    estimator = Estimator(shape, machines, rows, optax.adam(1e-4), "spmd", Assumptions())
+    seconds = lambda rows, choice: (
+        price(shape, machines, choice, batch_size=rows).step_seconds / rows
+    )
+    before, choice = seconds(rows, best.choice), best.choice
+    others = {
+        "twice the batch": (2 * rows, {"num_microbatches": 2 * choice.num_microbatches}),
+        "no recomputation": (rows, {"remat": False}),
+    }
+    for count in divisors(rows // choice.num_replicas):
+        of_each = rows // choice.num_replicas // count
+        others[f"microbatches of {of_each} rows"] = rows, {"num_microbatches": count}
+    told, checked = gains_of(estimator, choice), 0
+    assert {gain.change for gain in best.gains} == {gain.change for gain in told}
+    for gain in told:
+        if gain.change in others:
+            count, changed = others[gain.change]
+            after = seconds(count, dataclasses.replace(choice, **changed))
+            assert gain.faster == pytest.approx(1 - after / before, abs=1e-6), gain
+            checked += 1
+    assert checked
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_the_quick_estimate_of_one_stage_lacks_the_embedding_and_the_update_alone(count, tensor):
+    shape, machines = transformer_shape(SMALL), cluster("h100")
+    estimator = Estimator(shape, machines, 64, optax.adam(1e-4), "spmd", Assumptions())
+    choice = Choice(data=8 // tensor, stage=1, tensor=tensor, num_microbatches=count)
+    time, prices = estimator.price(choice).time, estimator.prices(choice)
+    rest = count * (prices.embed + prices.embed_back) + time.update
+    assert estimator.quick_seconds(choice) == pytest.approx(time.total - rest, rel=1e-9)
 
 
 @pytest.mark.parametrize("width", [80, pytest.param(100, marks=FULL)])
@@ -1214,6 +1272,14 @@ def test_what_needs_the_memory_is_named_first(capsys):
     assert said.strip().endswith("stays free. Choose --seq 8192 or --attention flash.")
 
 
+@pytest.mark.parametrize("fixed", [[], ["--tensor", "2"], ["--tensor", "4", "--stage", "1"]])
+def test_attention_that_sequences_over_context_need_is_named_beside_any_mesh(fixed, capsys):
+    args = ["plan", "--model", "gpt2", "--seq", "256", "--batch-size", "8", "--context", "2"]
+    assert main([*args, *fixed, "--attention", "xla"]) == 2
+    assert capsys.readouterr().err.strip().endswith("by flag --attention flash.")
+    assert main([*args, *fixed, "--attention", "flash", "--top", "1"]) == 0
+
+
 HELD = (
     "--batch-size",
     "8",
@@ -1225,6 +1291,40 @@ HELD = (
     "2",
     "--json",
 )
+
+
+def test_the_command_plans_factors_beside_the_weights_that_are_named(capsys):
+    assert PlanFlags.lora_targets == LoraFlags.lora_targets == (*LAYER_WEIGHTS,)
+    args = ["plan", "--model", "moe-bytes", *HELD, "--top", "1", "--lora-rank", "8"]
+    assert main(args) == 2
+    said = capsys.readouterr().err
+    assert "got w_up w_down for a model that has none of these names, whose" in said
+    (remedy,) = re.findall(r"Give (--lora-targets .*)\.", said)
+    assert main([*args, *remedy.split()]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)
+    assert plan["lora_targets"] == ["w_qkv", "w_out"]
+    for targets, message in (
+        (("w_out", "w_out"), r"each once; got w_out w_out\. Choose among w_qkv w_out w_up w_down"),
+        ((), r"each once; got none\. Choose among"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            planned_model(PlanFlags(model="gpt2", lora_rank=8, lora_targets=targets))
+    with pytest.raises(ValueError, match=r"applies to lora_rank; got it without that\. Add lora_r"):
+        check_plan_flags(PlanFlags(model="gpt2", lora_targets=("w_qkv",)))
+    trained = [
+        planned_model(PlanFlags(model="gpt2", lora_rank=8, lora_targets=targets)).shape.num_trained
+        for targets in (("w_qkv",), ("w_qkv", "w_out"))
+    ]
+    assert trained == [12 * 8 * (768 + 3 * 768), 12 * 8 * (768 + 3 * 768 + 768 + 768)]
+
+
+def test_a_window_is_in_the_plan_of_a_model_that_has_one(capsys):
+    found = {}
+    for name in ("mistral-7b", "gpt2"):
+        assert main(["plan", "--model", name, *HELD, "--top", "1", "--lora-rank", "8"]) == 0
+        (plan,) = json.loads(capsys.readouterr().out)
+        found[name] = plan.get("window"), plan.get("lora_targets")
+    assert found == {"mistral-7b": (4096, None), "gpt2": (None, None)}
 
 
 def test_the_command_plans_for_the_config_of_a_folder(tmp_path, capsys):

@@ -2,12 +2,20 @@
 
 import json
 import re
+from dataclasses import fields
 
 import pytest
 import yaml
 
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands.manifest import main
+from jaxpar.commands.plan_flags import PlanFlags
+from jaxpar.commands.train import load, path_of
+from jaxpar.jobs.flags import FLAGS, NOT_OF_PLAN, OPTIONAL
+from jaxpar.run.language_data import DataFlags
+from jaxpar.run.language_model import ModelFlags
+from jaxpar.run.lora_flags import LoraFlags
+from jaxpar.run.optimizers import OptimizerFlags
 from tests.support.tiers import without
 
 JOB = ("--image", "a:1", "--mesh.data", "8", "--checkpoint-claim", "runs")
@@ -370,6 +378,7 @@ def test_a_job_has_the_nodes_of_its_plan(tmp_path, capsys):
                 "--remat full where it has none, --sequence-parallel where it has off",
             ),
             (["--lora-rank", "4"], "--lora-rank 4 where it has none"),
+            (["--optimizer", "adamw"], ""),
         ],
         0,
         3,
@@ -381,6 +390,108 @@ def test_what_a_command_changes_of_a_plan_is_told(flags, changed, tmp_path, caps
     assert said == (said and f"the command changes the plan: {changed}. Memory and time that were planned are not those of "
                     "this job: leave these flags out, or plan again with them\n")  # fmt: skip
     assert bool(said) == bool(changed)
+
+
+@pytest.mark.parametrize(
+    ("flags", "changed", "missing"),
+    without(
+        [
+            (["--optimizer", "muon"], "--optimizer muon where it has adamw", "--optimizer"),
+            (
+                ["--optimizer=sgd", "--momentum", "0"],
+                "--momentum 0 where it has none, --optimizer sgd where it has adamw",
+                "--momentum, --optimizer",
+            ),
+            (["--window", "1024"], "--window 1024 where it has none", "--window"),
+            (["--max-documents", "4"], "--max-documents 4 where it has none", "--max-documents"),
+            (
+                ["--dtype", "float32", "--zero", "0"],
+                "--dtype float32 where it has bfloat16, --zero 0 where it has 1",
+                "--dtype",
+            ),
+        ],
+        0,
+    ),
+)
+def test_what_a_command_changes_and_plan_cannot_plan_is_told(
+    flags, changed, missing, tmp_path, capsys
+):
+    main([*planned(tmp_path, dtype="bfloat16"), "recipes/gpt.py", *KEPT, *flags])
+    assert capsys.readouterr().err == (
+        f"the command changes the plan: {changed}. Memory and time that were planned are not those of this job: leave these "
+        f"flags out, or do not rely on those figures: `plan` has no {missing}\n"
+    )
+
+
+def test_a_folder_takes_the_place_of_the_model_of_a_plan(tmp_path, capsys):
+    given = planned(tmp_path, model="qwen2.5-0.5b", dtype="bfloat16")
+    main([*given, "recipes/gpt.py", "--init-from", "/checkpoints/qwen", *KEPT])
+    printed = capsys.readouterr()
+    assert '"--model"' not in printed.out
+    assert printed.err == (
+        "the model in --init-from /checkpoints/qwen was not compared with the plan, which is for --model qwen2.5-0.5b: memory "
+        "and time that were planned are those of this job if the two have the same sizes\n"
+    )
+    main([*given, "recipes/gpt.py", *KEPT])
+    assert '"--model"' in capsys.readouterr().out
+
+
+def test_a_model_that_is_named_in_two_ways_is_refused(tmp_path):
+    named = "recipes/gpt.py", "--init-from", "/checkpoints/qwen"
+    said = r"--init-from determines the model; got it with --model gpt2\. Leave out one"
+    for job in (JOB, planned(tmp_path, model="gpt2")):
+        with pytest.raises(ValueError, match=said):
+            main([*job, *named, "--model", "gpt2", *KEPT])
+    with pytest.raises(ValueError, match=r"--ignore-config-keys are of the config\.json in"):
+        main([*JOB, "recipes/gpt.py", "--ignore-config-keys", "foo", *KEPT])
+    with pytest.raises(ValueError, match="--expert-split expert_mlp is for a model with experts"):
+        main([*JOB, "recipes/gpt.py", "--expert-split", "expert_mlp", *KEPT])
+
+
+def test_a_checked_manifest_names_its_model_once(tmp_path, capsys):
+    main([*JOB, "recipes/gpt.py", "--init-from", "/checkpoints/qwen", *KEPT])
+    path, text = tmp_path / "job.yaml", capsys.readouterr().out
+    path.write_text(text)
+    main(["--check", str(path)])
+    twice = '- "--model"\n              - "gpt2"\n              - "--init-from"'
+    path.write_text(text.replace('- "--init-from"', twice))
+    with pytest.raises(ValueError, match="--init-from determines the model; got it with --model g"):
+        main(["--check", str(path)])
+
+
+def test_the_targets_and_the_window_of_a_plan_are_those_of_its_job(tmp_path, capsys):
+    given = planned(tmp_path, lora_rank=8, lora_targets=["w_qkv", "w_out"], window=4096)
+    main([*given, "recipes/gpt.py", *KEPT, "--window", "4096"])
+    printed = capsys.readouterr()
+    assert [line.split()[-1] for line in re.findall(r".*w_.*", printed.out)] == [
+        '"w_qkv"',
+        '"w_out"',
+    ]
+    assert printed.err == ""
+    main([*given, "recipes/gpt.py", *KEPT, "--lora-targets", "w_out", "w_qkv"])
+    assert capsys.readouterr().err == "", "in any order"
+    main([*given, "recipes/gpt.py", *KEPT, "--lora-targets", "w_qkv"])
+    assert "--lora-targets w_qkv where it has w_qkv w_out. " in capsys.readouterr().err
+    main([*planned(tmp_path, lora_rank=8), "recipes/gpt.py", *KEPT, "--lora-targets", "w_qkv"])
+    assert "w_qkv where it has w_qkv w_out w_up w_down. " in capsys.readouterr().err
+
+
+def test_all_flags_of_the_recipe_either_change_a_plan_or_do_not():
+    """A new flag belongs among those that are compared with a plan, or here."""
+    groups = ModelFlags, LoraFlags, OptimizerFlags, DataFlags, load(path_of("gpt")).Recipe
+    names = {f"--{each.name}".replace("_", "-") for of in groups for each in fields(of)}
+    compared = {f"--{name}".replace("_", "-") for name in FLAGS} | {*OPTIONAL}
+    other_numbers = {"--lora-alpha", "--beta1", "--beta2", "--epsilon", "--weight-decay"}
+    other_numbers |= {"--max-grad-norm", "--warmup-steps", "--decay-steps"}
+    other_numbers |= {"--final-learning-rate", "--learning-rate-schedule"}
+    of_data = {"--data", "--data-weights", "--tokenizer", "--token-cache", "--long-examples"}
+    beside_steps = {"--eval-every", "--eval-rows", "--save-hf", "--prompt", "--temperature"}
+    # The folder has a line of its own, and the others are answered with the flags that are compared.
+    others = {"--top-k", "--init-from", "--ignore-config-keys", "--batch-tokens"}
+    others |= {"--microbatch-tokens"}
+    assert names - compared == other_numbers | of_data | beside_steps | others
+    of_plan = {f"--{each.name}".replace("_", "-") for each in fields(PlanFlags)}
+    assert compared - of_plan == {*NOT_OF_PLAN}
 
 
 def test_a_recipe_and_the_plan_for_a_model_of_one_s_own_are_told_apart(tmp_path, capsys):

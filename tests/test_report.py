@@ -154,7 +154,8 @@ def test_shards_are_those_that_jax_puts_on_each_device():
         array = jax.ShapeDtypeStruct((8, 4, 16), np.float32, sharding=sharding)
         (found,) = shards([array], mesh)["arrays"]
         want = sharding.devices_indices_map(array.shape)
-        for device, held in zip(mesh.devices.flat, found["held"], strict=True):
+        # Numbered as JAX numbers them, not by their places on the mesh.
+        for device, held in zip(jax.devices(), found["held"], strict=True):
             whole = [slice(0, extent) for extent in array.shape]
             ours = found["shards"][held].strip("[]").split(", ")
             ranges = [
@@ -167,6 +168,20 @@ def test_shards_are_those_that_jax_puts_on_each_device():
             ]
             assert ranges == theirs, (spec, device)
         assert found["device_bytes"] * len(found["shards"]) == found["bytes"] == 8 * 4 * 16 * 4
+
+
+def test_devices_are_numbered_as_make_mesh_numbers_them():
+    mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
+    sharding = NamedSharding(mesh, PartitionSpec("stage"))
+    found = shards({"w": jax.ShapeDtypeStruct((8,), np.float32, sharding=sharding)}, mesh)
+    for at, place in enumerate(found["devices"]):
+        assert list(place) == ["data", "stage", "tensor"]
+        index = tuple(place.get(axis, 0) for axis in mesh.axis_names)
+        assert mesh.devices[index].id == at
+    chart = make_charts({"kind": "run", "shards": found})["shards"]
+    assert "device; tensor varies fastest, then data, then stage" in chart
+    assert "device 1 (data 0, stage 0, tensor 1)\nw[0:4]" in chart
+    assert "device 4 (data 0, stage 1, tensor 0)\nw[4:8]" in chart
 
 
 @pytest.mark.full

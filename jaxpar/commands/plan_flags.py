@@ -10,6 +10,7 @@ from jaxpar.fields import arg, check_at_least, check_one_of
 from jaxpar.gpus import GPUS
 from jaxpar.schedule import check_schedule_name
 
+Target = Literal["w_qkv", "w_out", "w_up", "w_down"]
 MOST = (
     2**31
 )  # of machines, rows and tokens: the divisors of a number take as long as its square root
@@ -53,6 +54,7 @@ class PlanFlags:
             weights (fp8); by default bfloat16, and of a TransformerConfig of your own what it says.
         sequence_parallel: Shard activations between pairs of splits over tensor, as the recipes' --sequence-parallel.
         lora_rank: Trains factors of this rank beside the weights of layers and nothing else, as the recipes' --lora-rank.
+        lora_targets: The weights that get factors, as the recipes' --lora-targets; the experts of a model take none.
         quantize: Holds the weights of layers beside --lora-rank in nf4, nf4-dq, int8 or fp8, as the recipes' --quantize.
         compile_: Number of the best plans to compile for these GPUs, which need not be there; plans that do not fit by the
             compiler's account are dropped. It needs the extra gpu-compile, and about a minute for each.
@@ -90,6 +92,7 @@ class PlanFlags:
     products: Literal["compute", "fp8"] | None = None
     sequence_parallel: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     lora_rank: int | None = None
+    lora_targets: tuple[Target, ...] = ("w_qkv", "w_out", "w_up", "w_down")
     quantize: Literal["nf4", "nf4-dq", "int8", "fp8"] | None = None
     compile_: Annotated[int, tyro.conf.arg(name="compile")] = 0
     json_: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
@@ -111,6 +114,11 @@ def check_plan_flags(flags: PlanFlags) -> None:
     check_one_of([*GPUS], "Choose the nearest one.", gpu=flags.gpu)
     if flags.schedule is not None:
         check_schedule_name(flags.schedule)
+    if flags.lora_targets != PlanFlags.lora_targets and flags.lora_rank is None:
+        raise ValueError(
+            f"{arg('lora_targets')} applies to {arg('lora_rank')}; got it without that. Add {arg(lora_rank=8)}, or leave it "
+            "out."
+        )
     if flags.compile_ and flags.executor == "mpmd":
         raise ValueError(
             "--compile compiles the one program of --executor spmd; got --executor mpmd, "

@@ -17,15 +17,14 @@ from typing import Any
 from jaxpar.fields import arg
 from jaxpar.huggingface.config import beyond_positions, read_config_for
 from jaxpar.huggingface.folder import check_model_folder
-from jaxpar.models.lora import Lora
 from jaxpar.models.transformer import (
-    LAYER_WEIGHTS,
     PRESETS,
     TransformerConfig,
     describe_products,
     preset,
 )
 from jaxpar.planner import ModelShape, transformer_shape
+from jaxpar.run.lora_flags import LoraFlags, check_distinct, check_targets, make_lora
 from jaxpar.runtime.output import printable, tell
 from jaxpar.tensor_parallel import flash_attention
 
@@ -132,9 +131,10 @@ def _of_config(
         config = config.with_experts(buffer=flags.expert_buffer)
     rows: dict[str, Any] = {"seq": flags.seq, "sequence_parallel": flags.sequence_parallel}
     if flags.lora_rank is not None:
-        rows["lora"] = Lora(
-            flags.lora_rank, LAYER_WEIGHTS
-        )  # for all weights, as the recipes have them by default
+        lora = LoraFlags(lora_rank=flags.lora_rank, lora_targets=flags.lora_targets)
+        check_distinct(lora.lora_targets)
+        check_targets(lora, config)
+        rows["lora"] = make_lora(lora)
     rows["quantize"] = flags.quantize
     if config.positions == "learned" and (flags.seq or 0) > config.max_positions:
         raise ValueError(
@@ -152,7 +152,8 @@ def _of_config(
         "xla" if config.attention == "xla" else "flash",
         run
         | ({"seq": shape.tokens_per_row} if run else {})
-        | ({"products": "fp8"} if shape.in_fp8 else {}),
+        | ({"products": "fp8"} if shape.in_fp8 else {})
+        | ({"window": config.window} if run and config.window else {}),
         describe_products(config),
     )
 

@@ -107,6 +107,8 @@ def _json(
         for name in ("lora_rank", "quantize", "sequence_parallel")
         if getattr(flags, name)
     }
+    if flags.lora_targets != PlanFlags.lora_targets:
+        run["lora_targets"] = list(flags.lora_targets)
     run |= {"attention": model.attention} if model.attention else {}
 
     def as_json(plan: Plan) -> dict[str, Any]:

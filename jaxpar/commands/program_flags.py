@@ -274,7 +274,7 @@ def _parse(module: ModuleType, name: str, args: Sequence[str], num_devices: int 
 
 def _check_run(flags: Any, name: str) -> None:
     """Raises ValueError if a run would train on the CPUs of its pods, or its model is none."""
-    from jaxpar.run.language_model import ModelFlags, config_of_flags
+    from jaxpar.run.language_model import ModelFlags, check_config, check_origin
 
     if flags.common.fake_devices:
         raise ValueError(
@@ -282,10 +282,10 @@ def _check_run(flags: Any, name: str) -> None:
             "rehearse a job without GPUs, give --fake-devices-per-node before the script."
         )
     own = getattr(flags, "recipe", None)
-    if (
-        isinstance(own, ModelFlags) and own.init_from is None
-    ):  # a folder is in the image or on the volume
-        config_of_flags(own, flags.data.seq)
+    if isinstance(own, ModelFlags):
+        check_origin(own)
+        if own.init_from is None:  # a folder is in the image or on the volume
+            check_config(own, flags.data.seq)
 
 
 def _check_rows(flags: Any, num_devices: int | None) -> None:

@@ -40,6 +40,16 @@ OPTIONAL = {
 }
 OPTIONAL |= {"--experts": [], "--expert-buffer": [], "--lora-rank": []}
 OPTIONAL |= {"--quantize": [], "--products": ["compute"]}
+OPTIONAL |= {"--lora-targets": ["w_qkv", "w_out", "w_up", "w_down"]}
+# What a plan says nothing of, or not by a flag of the recipe: with other values its job is not the planned one.
+OPTIONAL |= {"--optimizer": ["adamw"], "--momentum": [], "--window": [], "--max-documents": []}
+OPTIONAL |= {"--expert-split": ["experts"], "--router-bias-rate": []}
+# Flags of a recipe that `plan` does not have.
+NOT_OF_PLAN = (
+    *("--optimizer", "--momentum", "--window", "--max-documents", "--expert-split"),
+    *("--router-bias-rate", "--dtype", "--layers-per-virtual-stage"),
+)
+UNORDERED = ("--lora-targets",)
 MAX_PARTS = 2**16
 _SLURM, _KUBERNETES = (
     [each.name for each in dataclasses.fields(of)] for of in (SlurmSettings, KubernetesSettings)
@@ -82,7 +92,9 @@ class PlannedSettings:
     attention: forms.Word | None = None
     num_microbatches: forms.Count | None = None
     num_chunks: forms.Count | None = None
+    window: forms.Count | None = None
     lora_rank: forms.Count | None = None
+    lora_targets: Annotated[list[forms.Word], Field(max_length=MAX_PARTS)] | None = None
     quantize: forms.Word | None = None
     products: forms.Word | None = None
     sequence_parallel: bool = False
@@ -134,8 +146,13 @@ def check_recipe(plan: PlannedSettings, command: Sequence[str]) -> None:
 
 
 def plan_flags(plan: PlannedSettings, command: Sequence[str]) -> list[str]:
-    """Returns a plan's settings as a recipe's flags, except those that the command already has."""
-    given = {word.split("=")[0] for word in command}
+    """Returns a plan's settings as a recipe's flags, except those that the command already has.
+
+    A command with ``--init-from`` names its model by that.
+    """
+    given = _names(command)
+    if "--init-from" in given:
+        given.add("--model")
     return [
         word
         for flag, values in _planned(plan).items()
@@ -145,7 +162,7 @@ def plan_flags(plan: PlannedSettings, command: Sequence[str]) -> list[str]:
 
 
 def plan_remarks(plan: PlannedSettings, command: Sequence[str]) -> list[str]:
-    """Returns a line about what the command changes of a plan, or does not take from it."""
+    """Returns lines about what the command changes of a plan, does not take from it, or begins with in its place."""
     planned = _planned(plan)
     if not is_recipe(command):
         missing = " ".join(word for flag, values in planned.items() for word in (flag, *values))
@@ -153,19 +170,63 @@ def plan_remarks(plan: PlannedSettings, command: Sequence[str]) -> list[str]:
             f"the plan sets the number of nodes alone: {printable(command[0])[:80]} is a program of your own, which gets only "
             f"its own flags, and none of {missing}"
         ]
-    meant, changed = OPTIONAL | planned, []
-    for flag in sorted({word.split("=")[0] for word in command} & {*meant}):
-        own, values = flag_values(command, flag), meant[flag]
-        if own != values and not flag.startswith("--mesh."):  # which must be that of the job
-            changed.append(
-                printable(f"{' '.join([flag, *own])} where it has {' '.join(values) or 'none'}")
-            )
+    meant = _meant(plan, planned)
+    own = {flag: flag_values(command, flag) for flag in sorted(_names(command) & {*meant})}
+    changed = [
+        flag
+        for flag, values in own.items()
+        if not _are_alike(flag, values, meant[flag])
+        and not flag.startswith("--mesh.")  # which must be that of the job
+    ]
+    folder = _of_folder(plan, command)
     if not changed:
+        return folder
+    told = [
+        printable(f"{' '.join([flag, *own[flag]])} where it has {' '.join(meant[flag]) or 'none'}")
+        for flag in changed
+    ]
+    missing = [flag for flag in changed if flag in NOT_OF_PLAN]
+    remedy = (
+        f"leave these flags out, or do not rely on those figures: `plan` has no {', '.join(missing)}"
+        if missing
+        else "leave these flags out, or plan again with them"
+    )
+    return [
+        f"the command changes the plan: {', '.join(told)}. Memory and time that were planned are not those of this job: "
+        f"{remedy}",
+        *folder,
+    ]
+
+
+def _of_folder(plan: PlannedSettings, command: Sequence[str]) -> list[str]:
+    """Returns a line if a command begins with the model in a folder, and its plan is for one by name."""
+    folder = flag_value(command, "--init-from")
+    if plan.model is None or folder is None:
         return []
     return [
-        f"the command changes the plan: {', '.join(changed)}. Memory and time that were planned are not those of this job: "
-        "leave these flags out, or plan again with them"
+        f"the model in --init-from {printable(folder)} was not compared with the plan, which is for --model "
+        f"{printable(plan.model)}: memory and time that were planned are those of this job if the two have the same sizes"
     ]
+
+
+def _names(command: Sequence[str]) -> set[str]:
+    """Returns the flags of a command line, and its other words."""
+    return {word.split("=")[0] for word in command}
+
+
+def _meant(plan: PlannedSettings, planned: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Returns the values of all flags that change what was planned, as the plan has them."""
+    meant = OPTIONAL | planned
+    if plan.window is not None:
+        meant["--window"] = [str(plan.window)]
+    if plan.lora_rank is None:
+        meant["--lora-targets"] = []
+    return meant
+
+
+def _are_alike(flag: str, values: list[str], others: list[str]) -> bool:
+    """Whether two values of a flag ask for the same."""
+    return sorted(values) == sorted(others) if flag in UNORDERED else values == others
 
 
 def _planned(plan: PlannedSettings) -> dict[str, list[str]]:
@@ -177,6 +238,8 @@ def _planned(plan: PlannedSettings) -> dict[str, list[str]]:
     }
     if plan.ignore_config_keys:
         flags["--ignore-config-keys"] = list(plan.ignore_config_keys)
+    if plan.lora_targets:
+        flags["--lora-targets"] = list(plan.lora_targets)
     if plan.num_chunks is not None and (plan.num_chunks > 1 or plan.schedule == "interleaved"):
         flags["--num-chunks"] = [plan.num_chunks]
     if len(set(parts := plan.layers_per_virtual_stage or ())) > 1:

@@ -430,13 +430,19 @@ def unsaved(command: Sequence[str]) -> Iterator[str]:
         has = "no --checkpoint-every" if every is None else "--checkpoint-every 0"
         yield (
             f"the recipe has {has}: it saves only when asked to stop, and after a failure it begins again. "
-            "Give it such as --checkpoint-every 500"
+            f"Give it such as --checkpoint-every {_such_as(steps)}"
         )
-    elif minutes in (None, "0") and _number(every) >= _number(steps) > 0:
+    # A run of one step ends with the only one that it could save before its end.
+    elif minutes in (None, "0") and _number(every) >= _number(steps) > 1:
         yield (
             f"the recipe has --checkpoint-every {every} and --steps {steps}: it saves only at its end or when asked to stop, "
-            "and after a failure it begins again. Give it such as --checkpoint-every 500"
+            f"and after a failure it begins again. Give it such as --checkpoint-every {_such_as(steps)}"
         )
+
+
+def _such_as(steps: str | None) -> int:
+    """Returns a number of steps between two checkpoints that saves one before the end of so many, if they are given."""
+    return min(500, max(_number(steps) // 2, 1)) if steps else 500
 
 
 def _number(text: str | None) -> int:

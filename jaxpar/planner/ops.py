@@ -1,45 +1,29 @@
 """The ops of a layer, and of the head, for one microbatch on one device: their work."""
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from jaxpar._compat import constraint_of, with_inner
 from jaxpar.backward.graph import Graph, Node
 from jaxpar.backward.min_cut import peak_bytes
 from jaxpar.backward.partition import ParamShards, Partition, partition, shard_shape
 from jaxpar.dtypes import num_bytes
 from jaxpar.fields import arg
 from jaxpar.layered_model import LAYERS, OUTER
-from jaxpar.mesh import CONTEXT, DATA, TENSOR, abstract_mesh, cut_of
+from jaxpar.mesh import TENSOR, abstract_mesh, cut_of
 from jaxpar.pipeline.executor import plans_of_ops
-from jaxpar.planner.fused import BACKWARD, FORWARD, RULES, Grouped, grouped_of
+from jaxpar.planner.fused import FORWARD, RULES, Grouped, grouped_of
 from jaxpar.planner.job import Choice
 from jaxpar.planner.kernels import VIEWS, Kernels, kernels_of, peak_of_kernels
 from jaxpar.planner.model_shape import ModelShape, Traced
+from jaxpar.planner.op_traffic import Sent, over_context, over_data, over_tensor
 from jaxpar.planner.shape_checks import check_trips
 from jaxpar.schedule import PLACEMENT
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.trainable import trained_indices
-
-EXCHANGES = {
-    "all_to_all": "all-to-all",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-}
-
-
-class Sent(NamedTuple):
-    """A collective of an op over an axis, as ``Collective``; ``of_rows`` if it joins parts of rows on their way to experts."""
-
-    axis: str
-    kind: str
-    payload_bytes: int
-    of_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +53,7 @@ class Analysis:
         remat: As in ``Choice``.
         data: Size of the ``data`` axis, where experts are over it.
         context: Size of the ``context`` axis. The model is traced for one part of the sequences; what attention to all of
-            them adds is computed from shapes (``_over_context``).
+            them adds is computed from shapes (``over_context``).
 
     Raises:
         ValueError: An axis does not divide the model, attention over ``context`` is not fused, or it is not known how often a
@@ -197,7 +181,9 @@ class Analysis:
     @property
     def _gathered_bytes(self) -> int:
         """Bytes of the keys and values of complete sequences, or of all that an all-to-all receives, while a layer runs."""
-        sent = self._over_context([node for node in self.layer.graph.nodes if node.name == FORWARD])
+        graph = self.layer.graph
+        forward = [node for node in graph.nodes if node.name == FORWARD]
+        sent = over_context(graph, forward, self.context)
         return sum(each.payload_bytes for each in sent)
 
     @cached_property
@@ -218,45 +204,6 @@ class Analysis:
         pairs = tokens * shape.experts_per_token * self._grouped.experts / (shape.experts or 1)
         return pairs / self._grouped.pairs
 
-    def _over_data(self, nodes: Iterable[Node]) -> Iterator[Sent]:
-        """Yields the collectives over ``data`` that carry rows to experts and back, in the form that the layer has."""
-        if self.data == 1:
-            return
-        for node in nodes:
-            for each in with_inner(node.equation):
-                kind = EXCHANGES.get(each.primitive.name)
-                if kind and DATA in each.params["axis_name"]:
-                    # Inside a part that is manual over ``tensor`` the shapes are those of a shard.
-                    whole = each.invars if kind == "reduce-scatter" else each.outvars
-                    yield Sent(DATA, kind, num_bytes(value.aval for value in whole))
-
-    def _over_context(self, nodes: Iterable[Node]) -> Iterator[Sent]:
-        """Yields the collectives over ``context`` of attention, in the form that sends fewer bytes.
-
-        Either keys and values are gathered in F and again in B, and their gradients scattered; or queries, keys, values and the
-        result are exchanged for those of fewer heads and complete sequences.
-        """
-        if self.context == 1:
-            return
-        graph = self.layer.graph
-        kernels = [node for node in nodes if node.name in (FORWARD, BACKWARD)]
-        for at, node in enumerate(kernels):
-            q, k, v = node.inputs[:3]
-            of_q = graph.num_bytes(q)
-            of_kv = graph.num_bytes(k) + graph.num_bytes(v)
-            heads = graph.avals[q].shape[2]
-            kv_heads = graph.avals[k].shape[2]
-            copies = self.context // math.gcd(self.context, kv_heads)  # of kv heads
-            exchanged = 2 * of_q + of_kv * copies
-            gathered = self.context * of_kv
-            if heads % self.context == 0 and 2 * exchanged <= 3 * gathered:
-                yield Sent(CONTEXT, "all-to-all", exchanged)
-                continue
-            if at == 0:  # what is gathered for a recomputed F is there for B
-                yield Sent(CONTEXT, "all-gather", gathered)
-            if node.name == BACKWARD:
-                yield Sent(CONTEXT, "reduce-scatter", gathered)
-
     def _work(self, part: Partition, nodes: Iterable[Node], makes: Iterable[int]) -> Work:
         nodes = list(nodes)
         work = _work_of(part, nodes, makes)
@@ -275,13 +222,13 @@ class Analysis:
             leaves = jax.tree.leaves(self._traced.ends.x)
             stream = max(leaf.size * leaf.dtype.itemsize for leaf in leaves)
             sent = [each._replace(of_rows=each.payload_bytes > stream) for each in sent]
-            sent += self._over_data(nodes)
+            sent += over_data(nodes)
         if self.context > 1:  # to the keys of complete sequences
             forward, backward = kernels.attention
             of_whole = self.context * forward, self.context * backward
             kernels = replace(kernels, attention=of_whole)
             flops += 2 * (self.context - 1) * (forward + backward)
-            sent += self._over_context(nodes)
+            sent += over_context(self.layer.graph, nodes, self.context)
         read = {i for node in nodes for i in node.inputs}
         params = enumerate(self.split.values["params"])
         reads = frozenset(number for number, i in params if i in read)
@@ -396,7 +343,7 @@ def _work_of(part: Partition, nodes: list[Node], makes: Iterable[int]) -> Work:
     kernels = _kernels_of(part, nodes, makes)
     # Rates are published as if the scores above the diagonal were computed.
     flops = part.flops_of(nodes) + 2 * sum(kernels.attention)
-    return Work(flops, tuple(_over_tensor(part, nodes)), kernels)
+    return Work(flops, tuple(over_tensor(part, nodes)), kernels)
 
 
 def _kernels_of(part: Partition, nodes: Sequence[Node], makes: Iterable[int]) -> Kernels:
@@ -409,21 +356,6 @@ def _kernels_of(part: Partition, nodes: Sequence[Node], makes: Iterable[int]) ->
             inside = _kernels_of(body.part, graph.nodes, graph.outputs)
             kernels = kernels.and_of_body(inside, body.times)
     return kernels
-
-
-def _over_tensor(part: Partition, nodes: Iterable[Node]) -> Iterator[Sent]:
-    """Yields the collectives over ``tensor`` of some nodes; a sum that is read only to be sharded is scattered at once."""
-    sharded: set[int] = set()
-    for node in part.graph.nodes:
-        if constraint_of(node.equation) and part.cuts.get(node.outputs[0]) is not None:
-            sharded.update(node.inputs)
-    for node in nodes:
-        for body in part.bodies.get(node.first, ()):
-            yield from list(_over_tensor(body.part, body.part.graph.nodes)) * body.times
-        if each := part.collectives.get(node.first):
-            is_scattered = each.kind == "all-reduce" and node.first in sharded
-            kind = "reduce-scatter" if is_scattered else each.kind
-            yield Sent(TENSOR, kind, each.payload_bytes)
 
 
 def layer_works(choice: Choice, analysis: Analysis) -> dict[str, Work]:

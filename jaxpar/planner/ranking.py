@@ -1,7 +1,7 @@
 """The planner's public functions: `plan` ranks ways to train a model on a cluster, `price` estimates one choice.
 
-A plan names the changes that would help it most, of one setting, of the batch or of the machines: quick estimates, without a
-schedule, of the seconds for the same number of tokens. If nothing fits, the error says why, and names the nearest that fits.
+A plan names the changes that would help it most, of one setting, of the batch or of the machines, by the seconds that they save
+for the same number of tokens. If nothing fits, the error says why, and names the nearest that fits.
 """
 
 import math
@@ -184,16 +184,17 @@ def gains_of(estimator: Estimator, choice: Choice) -> tuple[Gain, ...]:
 
 
 def _faster(estimator: Estimator, choice: Choice, other: Estimator, changed: Choice) -> float:
-    """Returns the share of the time that a change saves, with the schedule of a pipeline where it is another setting's."""
-    plans = (
-        [estimator.price(each, quick=True) for each in (choice, changed)]
-        if other is estimator
-        else []
-    )
-    if choice.stage > 1 and (known := [each.step_seconds for each in plans if each])[1:]:
-        return 1 - known[1] / known[0]
-    share = other.batch_size / estimator.batch_size
-    return 1 - other.quick_seconds(changed) / share / estimator.quick_seconds(choice)
+    """Returns the share of the time for the same number of tokens that a change saves, priced as plans are."""
+    before, after = _seconds_a_row(estimator, choice), _seconds_a_row(other, changed)
+    return 1 - after / before
+
+
+def _seconds_a_row(estimator: Estimator, choice: Choice) -> float:
+    """Returns the seconds of a step of a choice for each row of its batch, whether it fits the memory or not."""
+    everything = replace(estimator.cluster, memory_bytes=float("inf"))
+    priced = replace(estimator, cluster=everything).price(choice, quick=True)
+    assert priced is not None
+    return priced.step_seconds / estimator.batch_size
 
 
 def _changes(estimator: Estimator, choice: Choice) -> Iterator[tuple[str, Estimator, Choice]]:
@@ -255,6 +256,8 @@ def why_nothing(
         needs_rows = _larger_batch(estimator, fixed, estimator.cluster.num_devices) is not None
         if not estimator.refused or (needs_rows and not has_tensor):
             return _undivided(estimator, fixed)
+        if refused := _refused_anyhow(estimator, fixed):
+            return refused
         # The model cannot be split as fixed; the values must divide the devices too.
         why, _, remedy = next(iter(estimator.refused.values())).rpartition(". ")
         return f"{why}. {_remedy(estimator, fixed) if has_tensor else remedy}"
@@ -268,6 +271,13 @@ def why_nothing(
         f"{estimator.shape.name}{named} needs {gib(num_bytes)} GiB a device at {arg(**choice.sizes)}; have {gib(limit)}{free}. "
         f"{remedy or _nearest(estimator, fixed, choice, rows_of)}"
     )
+
+
+def _refused_anyhow(estimator: Estimator, fixed: dict[str, Any]) -> str | None:
+    """Returns why no mesh with the fixed context has the model, whatever its tensor is; None: one has."""
+    sizes = {"context": fixed.get("context") or 1, "num_microbatches": estimator.batch_size}
+    whole = Choice(**sizes, remat=fixed.get("remat") or False)
+    return estimator.refused["tensor=1"] if estimator.analysis(whole) is None else None
 
 
 def _rows_and_scores(estimator: Estimator, choice: Choice) -> tuple[str, str]:

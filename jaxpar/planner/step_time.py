@@ -305,9 +305,10 @@ class Prices:
         Once the pipeline is full, free-running stages never wait, and those in lock-step wait for the busiest one.
         """
         choice = self.choice
-        if choice.stage == 1:
-            return choice.num_microbatches * self.busiest()
         most = max(self.by_stage())
+        if choice.stage == 1:
+            # The first F and the last B have nothing beside them.
+            return choice.num_microbatches * self.busiest() + most * self.beside
         ops = {name: most * self.op(name) for name in self.computing}
         all_ops = sum(ops.values())
         without_w = all_ops - 2 * ops.get("W", 0)

@@ -196,10 +196,13 @@ def _load_colour(load: float) -> str:
 
 def _order(devices: list[Mapping[str, int]]) -> str:
     """Returns how devices are numbered, from their places on the mesh."""
-    used = [axis for axis in devices[0] if any(place[axis] for place in devices)]
+    steps = {axis: [place[axis] for place in devices] for axis in devices[0]}
+    used = [axis for axis, at in steps.items() if any(at)]
     if len(used) < 2:
         return f"one for each index of {used[0]}" if used else "one is all"
-    return f"{used[-1]} varies fastest, then {', then '.join(reversed(used[:-1]))}"
+    # The sooner the first device with another index comes, the faster the axis varies.
+    fastest, *others = sorted(used, key=lambda axis: steps[axis].index(1))
+    return f"{fastest} varies fastest, then {', then '.join(others)}"
 
 
 def _shade(array: Mapping[str, Any], at: int) -> str:

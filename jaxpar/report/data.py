@@ -9,7 +9,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from jaxpar.dtypes import num_bytes
 from jaxpar.inspect import StepReport
 from jaxpar.inspect.report import axes_text
 from jaxpar.inspect.text import params_text
-from jaxpar.mesh import entry_axes, shown_sizes, sizes_text
+from jaxpar.mesh import entry_axes, numbered_places, shown_sizes, sizes_text
 from jaxpar.metrics.jumps import find_jumps
 from jaxpar.metrics.log import figures_of, read_metrics
 from jaxpar.planner import Cluster, ModelShape, Plan
@@ -248,13 +247,13 @@ def shards(params: PyTree, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
         mesh: The mesh.
 
     Returns:
-        "devices": for each of the first 64 devices its coordinates by axis; "num_devices": how
-        many there are. "arrays": for each array its "name", "shape", "dtype", "spec" as text, "bytes" of all of it,
-        "device_bytes" of a shard, "shards" as text, such as "[0:4, :, 32:64]", and "held": the index of the shard that each
-        device holds.
+        "devices": for each of the first 64 devices its coordinates by axis, in the order in which ``make_mesh`` numbers
+        devices; "num_devices": how many there are. "arrays": for each array its "name", "shape", "dtype", "spec" as text,
+        "bytes" of all of it, "device_bytes" of a shard, "shards" as text, such as "[0:4, :, 32:64]", and "held": the index of
+        the shard that each device holds.
     """
     sizes = shown_sizes(mesh.shape)
-    devices = [dict(zip(sizes, at, strict=True)) for at in product(*map(range, sizes.values()))]
+    devices = numbered_places(sizes)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {
         "num_devices": len(devices),

@@ -89,25 +89,35 @@ def check_model(flags: ModelFlags, seq: int, *, needs_weights: bool) -> None:
         seq: The --seq.
         needs_weights: Whether --init-from must have weights, since the run begins with them.
     """
-    if flags.init_from is not None and flags.model != ModelFlags.model:
-        raise ValueError(
-            f"--init-from determines the model; got it with --model {flags.model}. Leave out one of the two."
-        )
+    check_origin(flags)
     if flags.init_from is not None:
         check_model_folder(flags.init_from, "--init-from", needs_weights=needs_weights)
-    if flags.init_from is None and flags.ignore_config_keys:
-        raise ValueError(
-            f"--ignore-config-keys are of the config.json in --init-from; got {' '.join(flags.ignore_config_keys)} without a "
-            "folder. Leave them out, or give --init-from."
-        )
     # A config that is wrong or cannot be read is named before text is read, and before a tokenizer is missed.
-    _check_experts(flags, *config_of_flags(flags, seq))
+    check_config(flags, seq)
     check_not_negative("0 takes the likeliest token.", temperature=flags.temperature)
     if flags.temperature == 0 and flags.top_k != ModelFlags.top_k:
         raise ValueError(
             f"--top-k applies to a sample that is drawn; got {flags.top_k} with --temperature 0, which takes the likeliest "
             "token each time. Leave it out, or choose a temperature above 0."
         )
+
+
+def check_origin(flags: ModelFlags) -> None:
+    """Raises ValueError where the flags name a model in two ways, or say how to read a folder and name none."""
+    if flags.init_from is not None and flags.model != ModelFlags.model:
+        raise ValueError(
+            f"--init-from determines the model; got it with --model {flags.model}. Leave out one of the two."
+        )
+    if flags.init_from is None and flags.ignore_config_keys:
+        raise ValueError(
+            f"--ignore-config-keys are of the config.json in --init-from; got {' '.join(flags.ignore_config_keys)} without a "
+            "folder. Leave them out, or give --init-from."
+        )
+
+
+def check_config(flags: ModelFlags, seq: int) -> None:
+    """Raises where the model that the flags name does not exist, or a flag does not fit it; a folder is read."""
+    _check_experts(flags, *config_of_flags(flags, seq))
 
 
 def _check_experts(flags: ModelFlags, config: TransformerConfig, named: str) -> None:

@@ -1,5 +1,6 @@
 """LoRA in the run of a language model: its flags, and what does not fit them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -65,11 +66,7 @@ def check_lora(flags: LoraFlags, optimizer: OptimizerFlags, router_bias_rate: fl
             )
         return
     check_at_least(1, "Choose 8, say.", lora_rank=flags.lora_rank)
-    if not flags.lora_targets or len(set(flags.lora_targets)) < len(flags.lora_targets):
-        raise ValueError(
-            f"--lora-targets must name weights, each once; got {' '.join(flags.lora_targets) or 'none'}. Choose among "
-            f"{' '.join(transformer.LAYER_WEIGHTS)}."
-        )
+    check_distinct(flags.lora_targets)
     check_positive(f"Choose {2 * flags.lora_rank}, say.", lora_alpha=flags.lora_alpha)
     if optimizer.optimizer == "muon":
         raise ValueError(
@@ -82,6 +79,15 @@ def check_lora(flags: LoraFlags, optimizer: OptimizerFlags, router_bias_rate: fl
             "one of the two."
         )
     load_save_file()  # raises without the extra hf, before a run that must write adapters
+
+
+def check_distinct(targets: Sequence[str]) -> None:
+    """Raises ValueError unless targets are one or more, and each is there once."""
+    if not targets or len(set(targets)) < len(targets):
+        raise ValueError(
+            f"--lora-targets must name weights, each once; got {' '.join(targets) or 'none'}. Choose among "
+            f"{' '.join(transformer.LAYER_WEIGHTS)}."
+        )
 
 
 def remark_on_frozen(flags: LoraFlags, init_from: Path | None) -> str:
