@@ -59,6 +59,7 @@ from jaxpar.run.flags import (
 )
 from jaxpar.run.language_data import Data, DataFlags
 from jaxpar.run.messages import say_written
+from jaxpar.run.save_folder import SaveFolder
 from jaxpar.run.start import saved_settings
 from jaxpar.runtime.watchdog import Budgets
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
@@ -120,8 +121,9 @@ def main(config: Config) -> None:
         shape = language_model.model_config(own, config.data.seq, text, mesh, config.gpu)
         train, test = language_data.make_rows(config.data, text, shape.vocab_size)
         shape = language_model.with_documents(shape, config.data.max_documents, (train, test))
-        if own.save_hf is not None:
-            model_files.check_room(own.save_hf, shape, common, described_by=own.init_from)
+        saves = None if own.save_hf is None else SaveFolder(own.save_hf, common)
+        if saves is not None:
+            saves.check_room(shape, described_by=own.init_from)
         schedule = make_pipeline(config, mesh, len(train))
         layout = language_model.make_layout(shape, schedule, own.layers_per_virtual_stage)
         init, shardings = language_model.make_params(
@@ -169,6 +171,8 @@ def main(config: Config) -> None:
             ),
             draw=lambda: draw(run, text),
         )
+        if saves is not None and not run.is_dry:
+            saves.claim()
         first = init, jax.random.key(common.seed), optimizer, parallel
         run.restore(*first)
         if run.saved:
@@ -211,10 +215,8 @@ def main(config: Config) -> None:
         evaluate = evaluation.Evaluation(model, loss, parallel, pipeline, held_out)
 
         def save_at_least() -> None:
-            if own.save_hf is not None:
-                model_files.save_model_at_least(
-                    own.save_hf, shape, state.params, described_by=described_by, flags=common
-                )
+            if saves is not None:
+                saves.save_at_least(shape, state.params, described_by=described_by)
 
         for step in run.steps(if_not_saved=save_at_least):
             state, metrics = train_step(state, batch_of(step))
@@ -228,15 +230,9 @@ def main(config: Config) -> None:
         run.say_skipped(state)
         if config.lora.lora_rank is not None:
             model_files.save_adapters(run.out_dir / "adapter", own, shape, state.params)
-        if own.save_hf is not None:
-            model_files.begin_to_save(own.save_hf, common)
-            model_files.save_model(
-                own.save_hf,
-                shape,
-                state.params,
-                described_by=described_by,
-                keep=partial(run.keep, state),
-            )
+        if saves is not None:
+            keep = partial(run.keep, state)
+            saves.save(shape, state.params, described_by=described_by, keep=keep)
         evaluation.say_best(run)
 
 
@@ -306,7 +302,7 @@ def check_flags(config: Config, mesh: Mesh) -> None:
             raise ValueError(
                 "a model of transformers has no biases of --router-bias-rate; got it with --save-hf. Leave out one of the two."
             )
-        model_files.check_save_folder(own.save_hf, config.common)
+        SaveFolder(own.save_hf, config.common).check()
         check_out_dir(own.save_hf, "--save-hf")
 
 
