@@ -32,7 +32,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxpar.data.examples import Examples, Passage, place_text
+from jaxpar.data.examples import JOINED, Examples, Passage, place_text
 from jaxpar.data.packing import Documents
 from jaxpar.data.readers import SNIFFED, format_of, is_records
 from jaxpar.data.text import Tokenizer, check_test_fraction, held_out
@@ -42,7 +42,7 @@ from jaxpar.runtime.output import FULL, fsync, printable, refusing
 FORMAT = "jaxpar tokens 2"
 MANIFEST, TOKENS, LEARNED, DOCUMENTS = "manifest.json", "tokens.bin", "learned.bin", "documents.npy"
 END, FILE, LINE, CHECKSUM = range(4)  # the columns of documents.npy
-LOOKED_FOR = 5  # raised when examples are looked through for more: caches whose remarks lack it are made again
+LOOKED_FOR = 6  # raised when examples are looked through for more: caches whose remarks lack it are made again
 PASSAGES_AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**23  # that are tokenised at once, whichever is fewer
 
 
@@ -322,7 +322,7 @@ def _write_tokens(
     written, checksum, all_learned = 0, 0, True
     for passages in _in_batches(examples.passages()):
         for passage, (ids, marks) in zip(
-            passages, _encode(passages, examples.files, tokenizer), strict=True
+            passages, _encode(passages, examples, tokenizer), strict=True
         ):
             stored = ids.astype(dtype).tobytes()
             tokens.write(stored)
@@ -348,7 +348,7 @@ def _in_batches(passages: Iterable[Passage]) -> Iterator[list[Passage]]:
 
 
 def _encode(
-    passages: list[Passage], files: Sequence[Path], tokenizer: Tokenizer
+    passages: list[Passage], examples: Examples, tokenizer: Tokenizer
 ) -> Iterator[tuple[Any, Any]]:
     """Yields the tokens of each passage, and for each token whether it is learned, uint8."""
     texts, begins = [passage.text for passage in passages], [passage.begins for passage in passages]
@@ -360,9 +360,10 @@ def _encode(
                 tokenizer.encode([passage.text], begins=[passage.begins])
             except ValueError as error:
                 raise ValueError(
-                    f"{error} It is in {place_text(files, *passage.place)}."
+                    f"{error} It is in {place_text(examples.files, *passage.place)}."
                 ) from error
         raise
+    _note_joined(passages, encoded, examples, tokenizer)
     for passage, (ids, ends) in zip(passages, encoded, strict=True):
         marks = np.full(len(ids), passage.learned is None, np.uint8)
         for first, last in passage.learned or ():
@@ -374,6 +375,35 @@ def _encode(
             else:
                 ids, marks = np.append(ids, tokenizer.end), np.append(marks, np.uint8(1))
         yield ids, marks
+
+
+def _note_joined(
+    passages: Sequence[Passage],
+    encoded: Sequence[tuple[np.ndarray, np.ndarray]],
+    examples: Examples,
+    tokenizer: Tokenizer,
+) -> None:
+    """Notes prompts whose last token goes on in the completion, where the prompt alone has other tokens.
+
+    Only prompts that such a token seems to end are tokenised again: some tokenizers leave out the spaces between two tokens.
+    """
+    joined = []
+    for passage, (ids, ends) in zip(passages, encoded, strict=True):
+        of_text = ends >= 0
+        if passage.has_prompt and _reaches_over(ends[of_text], passage.num_prompt):
+            joined.append((passage, ids[of_text]))
+    prompts = [passage.text[: passage.num_prompt] for passage, _ in joined]
+    alone = tokenizer.encode(prompts, begins=[False] * len(prompts)) if prompts else ()
+    for (passage, whole), (ids, ends) in zip(joined, alone, strict=True):
+        own = ids[ends >= 0]
+        if not np.array_equal(own, whole[: len(own)]):
+            examples.note([JOINED], passage.place)
+
+
+def _reaches_over(ends: np.ndarray, border: int) -> bool:
+    """Returns whether a token begins before a character and ends after it, of the indices after each token's last one."""
+    at = int(np.searchsorted(ends, border, "right"))
+    return at < len(ends) and (ends[at - 1] if at else 0) < border
 
 
 def _open(folder: Path, files: Sequence[Path], digest: str) -> TokenisedFiles:
