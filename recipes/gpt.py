@@ -249,7 +249,9 @@ def read_flags(config: Config) -> tuple[Config, Mesh, Data]:
     optimizers.check_saved(config, saved)
     check_flags(config, mesh)
     config = language_data.in_rows(config, mesh)
-    return config, mesh, language_data.load_data(config.data, config.recipe.init_from)
+    multiple = language_data.row_multiple(mesh, sequence_parallel=config.recipe.sequence_parallel)
+    text = language_data.load_data(config.data, config.recipe.init_from, multiple=multiple)
+    return config, mesh, text
 
 
 def conclude(
@@ -291,12 +293,19 @@ def check_flags(config: Config, mesh: Mesh) -> None:
     language_model.check_model(own, data.seq, needs_weights=config.makes_state)
     pipeline = own.schedule, own.num_chunks, own.layers_per_virtual_stage
     language_model.check_mesh(own, config.lora, data.seq, mesh, *pipeline)
-    check_sequences({"tokens": jax.ShapeDtypeStruct((1, data.seq), "int32")}, mesh)
-    if own.sequence_parallel and data.seq % mesh.shape["tensor"]:
-        raise ValueError(
-            f"--sequence-parallel splits a row over the tensor axis, which must divide it; got --seq {data.seq}, "
-            f"--mesh.tensor {mesh.shape['tensor']}. Choose --seq {round_up(data.seq, mesh.shape['tensor'])}."
+    multiple = language_data.row_multiple(mesh, sequence_parallel=own.sequence_parallel)
+    if own.sequence_parallel and data.seq % multiple:
+        tensor, context = mesh.shape["tensor"], mesh.shape["context"]
+        too, axis = (
+            ("", "")
+            if context == 1
+            else (", as must twice the context axis", f", --mesh.context {context}")
         )
+        raise ValueError(
+            f"--sequence-parallel splits a row over the tensor axis, which must divide it{too}; "
+            f"got --seq {data.seq}, --mesh.tensor {tensor}{axis}. Choose --seq {round_up(data.seq, multiple)}."
+        )
+    check_sequences({"tokens": jax.ShapeDtypeStruct((1, data.seq), "int32")}, mesh)
     if own.save_hf is not None:
         if own.router_bias_rate is not None:
             raise ValueError(
