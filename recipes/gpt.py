@@ -281,15 +281,25 @@ def draw(run: Run, text: Data) -> None:
         plot_timeline(run.schedule, run.out_dir / "timeline.svg", timing="lockstep")
 
 
-def check_flags(config: Config, mesh: Mesh) -> None:
-    """Raises where a flag is out of range."""
+def check_settings(config: Config) -> None:
+    """Raises where a flag is out of range or has no effect, as far as neither files nor devices are needed to tell."""
     own, data = config.recipe, config.data
     language_data.check_data_flags(data)
     optimizers.check_optimizer(config)
-    lora_flags.check_lora(config.lora, config.optimizer, own.router_bias_rate)
-    folder.check_apart(config.common.out_dir, data.data, own.save_hf)
     check_at_least(1, eval_every=own.eval_every, eval_rows=own.eval_rows, top_k=own.top_k)
     check_best_is_saved(config, own.eval_every, ("test_loss",))
+    if own.init_from is None:
+        language_model.check_model(own, data.seq, needs_weights=False)
+    pipeline = own.schedule, own.num_chunks, own.layers_per_virtual_stage
+    language_model.check_pipeline(config.mesh.stage, *pipeline)
+    lora_flags.check_lora(config.lora, config.optimizer, own.router_bias_rate)
+
+
+def check_flags(config: Config, mesh: Mesh) -> None:
+    """Raises where a flag is out of range."""
+    own, data = config.recipe, config.data
+    check_settings(config)
+    folder.check_apart(config.common.out_dir, data.data, own.save_hf)
     language_model.check_model(own, data.seq, needs_weights=config.makes_state)
     pipeline = own.schedule, own.num_chunks, own.layers_per_virtual_stage
     language_model.check_mesh(own, config.lora, data.seq, mesh, *pipeline)
