@@ -32,7 +32,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxpar.data.examples import JOINED, Examples, Passage, place_text
+from jaxpar.data.examples import Examples, Passage, place_text
 from jaxpar.data.packing import Documents
 from jaxpar.data.readers import SNIFFED, format_of, is_records
 from jaxpar.data.text import Tokenizer, check_test_fraction, held_out
@@ -363,7 +363,7 @@ def _encode(
                     f"{error} It is in {place_text(examples.files, *passage.place)}."
                 ) from error
         raise
-    _note_joined(passages, encoded, examples, tokenizer)
+    examples.note_joined(passages, encoded)
     for passage, (ids, ends) in zip(passages, encoded, strict=True):
         marks = np.full(len(ids), passage.learned is None, np.uint8)
         for first, last in passage.learned or ():
@@ -375,35 +375,6 @@ def _encode(
             else:
                 ids, marks = np.append(ids, tokenizer.end), np.append(marks, np.uint8(1))
         yield ids, marks
-
-
-def _note_joined(
-    passages: Sequence[Passage],
-    encoded: Sequence[tuple[np.ndarray, np.ndarray]],
-    examples: Examples,
-    tokenizer: Tokenizer,
-) -> None:
-    """Notes prompts whose last token goes on in the completion, where the prompt alone has other tokens.
-
-    Only prompts that such a token seems to end are tokenised again: some tokenizers leave out the spaces between two tokens.
-    """
-    joined = []
-    for passage, (ids, ends) in zip(passages, encoded, strict=True):
-        of_text = ends >= 0
-        if passage.has_prompt and _reaches_over(ends[of_text], passage.num_prompt):
-            joined.append((passage, ids[of_text]))
-    prompts = [passage.text[: passage.num_prompt] for passage, _ in joined]
-    alone = tokenizer.encode(prompts, begins=[False] * len(prompts)) if prompts else ()
-    for (passage, whole), (ids, ends) in zip(joined, alone, strict=True):
-        own = ids[ends >= 0]
-        if not np.array_equal(own, whole[: len(own)]):
-            examples.note([JOINED], passage.place)
-
-
-def _reaches_over(ends: np.ndarray, border: int) -> bool:
-    """Returns whether a token begins before a character and ends after it, of the indices after each token's last one."""
-    at = int(np.searchsorted(ends, border, "right"))
-    return at < len(ends) and (ends[at - 1] if at else 0) < border
 
 
 def _open(folder: Path, files: Sequence[Path], digest: str) -> TokenisedFiles:

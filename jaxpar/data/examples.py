@@ -19,6 +19,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxpar import fields
 from jaxpar.data.readers import (
     UTF_16,
@@ -230,9 +232,39 @@ class Examples:
         if has_more:
             self._count(FURTHER, place)
 
+    def note_joined(
+        self, passages: Sequence[Passage], encoded: Sequence[tuple[np.ndarray, np.ndarray]]
+    ) -> None:
+        """Notes prompts whose last token goes on in the completion, where the prompt alone has other tokens.
+
+        Only prompts that such a token seems to end are tokenised again: some tokenizers leave out spaces between two tokens.
+
+        Args:
+            passages: The passages.
+            encoded: What the tokenizer's ``encode`` returns of their texts.
+        """
+        joined = []
+        for passage, (ids, ends) in zip(passages, encoded, strict=True):
+            of_text = ends >= 0
+            if passage.has_prompt and _reaches_over(ends[of_text], passage.num_prompt):
+                joined.append((passage, ids[of_text]))
+        prompts = [passage.text[: passage.num_prompt] for passage, _ in joined]
+        begins = [False] * len(prompts)
+        alone = self.tokenizer.encode(prompts, begins=begins) if prompts else ()
+        for (passage, whole), (ids, ends) in zip(joined, alone, strict=True):
+            own = ids[ends >= 0]
+            if not np.array_equal(own, whole[: len(own)]):
+                self.note([JOINED], passage.place)
+
     def _count(self, what: str, place: tuple[int, int]) -> None:
         count, first = self.odd.get(what, (0, place))
         self.odd[what] = count + 1, first
+
+
+def _reaches_over(ends: np.ndarray, border: int) -> bool:
+    """Returns whether a token begins before a character and ends after it, of the indices after each token's last one."""
+    at = int(np.searchsorted(ends, border, "right"))
+    return at < len(ends) and (ends[at - 1] if at else 0) < border
 
 
 def _with_arguments_read(message: Mapping[str, Any]) -> dict[str, Any]:
