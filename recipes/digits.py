@@ -209,9 +209,15 @@ def check_model(config: Config, mesh: jax.sharding.Mesh) -> None:
             f"--split data leaves the tensor axis nothing to share out; got --mesh.tensor {tensor}, whose devices would all "
             f"do the same. Choose --mesh.tensor 1, or --split mixed."
         )
+    check_settings(config)
+
+
+def check_settings(config: Config) -> None:
+    """Raises where a flag is out of range, as far as neither data nor devices are needed to tell."""
+    every = config.recipe.eval_every
     check_positive("Choose such as 0.001.", learning_rate=config.common.learning_rate)
-    check_at_least(1, "Choose such as 10.", eval_every=own.eval_every)
-    check_best_is_saved(config, own.eval_every, ("test_loss", "test_accuracy"))
+    check_at_least(1, "Choose such as 10.", eval_every=every)
+    check_best_is_saved(config, every, ("test_loss", "test_accuracy"))
 
 
 def make_pipeline(config: Config, num_rows: int, mesh: jax.sharding.Mesh) -> Schedule:

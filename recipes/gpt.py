@@ -59,6 +59,7 @@ from jaxpar.run.flags import (
 )
 from jaxpar.run.language_data import Data, DataFlags
 from jaxpar.run.messages import say_written
+from jaxpar.run.save_folder import SaveFolder
 from jaxpar.run.start import saved_settings
 from jaxpar.runtime.watchdog import Budgets
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
@@ -120,8 +121,9 @@ def main(config: Config) -> None:
         shape = language_model.model_config(own, config.data.seq, text, mesh, config.gpu)
         train, test = language_data.make_rows(config.data, text, shape.vocab_size)
         shape = language_model.with_documents(shape, config.data.max_documents, (train, test))
-        if own.save_hf is not None:
-            model_files.check_room(own.save_hf, shape, common, described_by=own.init_from)
+        saves = None if own.save_hf is None else SaveFolder(own.save_hf, common)
+        if saves is not None:
+            saves.check_room(shape, described_by=own.init_from)
         schedule = make_pipeline(config, mesh, len(train))
         layout = language_model.make_layout(shape, schedule, own.layers_per_virtual_stage)
         init, shardings = language_model.make_params(
@@ -169,6 +171,8 @@ def main(config: Config) -> None:
             ),
             draw=lambda: draw(run, text),
         )
+        if saves is not None and not run.is_dry:
+            saves.claim()
         first = init, jax.random.key(common.seed), optimizer, parallel
         run.restore(*first)
         if run.saved:
@@ -211,10 +215,8 @@ def main(config: Config) -> None:
         evaluate = evaluation.Evaluation(model, loss, parallel, pipeline, held_out)
 
         def save_at_least() -> None:
-            if own.save_hf is not None:
-                model_files.save_model_at_least(
-                    own.save_hf, shape, state.params, described_by=described_by, flags=common
-                )
+            if saves is not None:
+                saves.save_at_least(shape, state.params, described_by=described_by)
 
         for step in run.steps(if_not_saved=save_at_least):
             state, metrics = train_step(state, batch_of(step))
@@ -228,15 +230,9 @@ def main(config: Config) -> None:
         run.say_skipped(state)
         if config.lora.lora_rank is not None:
             model_files.save_adapters(run.out_dir / "adapter", own, shape, state.params)
-        if own.save_hf is not None:
-            model_files.begin_to_save(own.save_hf, common)
-            model_files.save_model(
-                own.save_hf,
-                shape,
-                state.params,
-                described_by=described_by,
-                keep=partial(run.keep, state),
-            )
+        if saves is not None:
+            keep = partial(run.keep, state)
+            saves.save(shape, state.params, described_by=described_by, keep=keep)
         evaluation.say_best(run)
 
 
@@ -253,7 +249,9 @@ def read_flags(config: Config) -> tuple[Config, Mesh, Data]:
     optimizers.check_saved(config, saved)
     check_flags(config, mesh)
     config = language_data.in_rows(config, mesh)
-    return config, mesh, language_data.load_data(config.data, config.recipe.init_from)
+    multiple = language_data.row_multiple(mesh, sequence_parallel=config.recipe.sequence_parallel)
+    text = language_data.load_data(config.data, config.recipe.init_from, multiple=multiple)
+    return config, mesh, text
 
 
 def conclude(
@@ -283,30 +281,47 @@ def draw(run: Run, text: Data) -> None:
         plot_timeline(run.schedule, run.out_dir / "timeline.svg", timing="lockstep")
 
 
-def check_flags(config: Config, mesh: Mesh) -> None:
-    """Raises where a flag is out of range."""
+def check_settings(config: Config) -> None:
+    """Raises where a flag is out of range or has no effect, as far as neither files nor devices are needed to tell."""
     own, data = config.recipe, config.data
     language_data.check_data_flags(data)
     optimizers.check_optimizer(config)
-    lora_flags.check_lora(config.lora, config.optimizer, own.router_bias_rate)
-    folder.check_apart(config.common.out_dir, data.data, own.save_hf)
     check_at_least(1, eval_every=own.eval_every, eval_rows=own.eval_rows, top_k=own.top_k)
     check_best_is_saved(config, own.eval_every, ("test_loss",))
+    if own.init_from is None:
+        language_model.check_model(own, data.seq, needs_weights=False)
+    pipeline = own.schedule, own.num_chunks, own.layers_per_virtual_stage
+    language_model.check_pipeline(config.mesh.stage, *pipeline)
+    lora_flags.check_lora(config.lora, config.optimizer, own.router_bias_rate)
+
+
+def check_flags(config: Config, mesh: Mesh) -> None:
+    """Raises where a flag is out of range."""
+    own, data = config.recipe, config.data
+    check_settings(config)
+    folder.check_apart(config.common.out_dir, data.data, own.save_hf)
     language_model.check_model(own, data.seq, needs_weights=config.makes_state)
     pipeline = own.schedule, own.num_chunks, own.layers_per_virtual_stage
     language_model.check_mesh(own, config.lora, data.seq, mesh, *pipeline)
-    check_sequences({"tokens": jax.ShapeDtypeStruct((1, data.seq), "int32")}, mesh)
-    if own.sequence_parallel and data.seq % mesh.shape["tensor"]:
-        raise ValueError(
-            f"--sequence-parallel splits a row over the tensor axis, which must divide it; got --seq {data.seq}, "
-            f"--mesh.tensor {mesh.shape['tensor']}. Choose --seq {round_up(data.seq, mesh.shape['tensor'])}."
+    multiple = language_data.row_multiple(mesh, sequence_parallel=own.sequence_parallel)
+    if own.sequence_parallel and data.seq % multiple:
+        tensor, context = mesh.shape["tensor"], mesh.shape["context"]
+        too, axis = (
+            ("", "")
+            if context == 1
+            else (", as must twice the context axis", f", --mesh.context {context}")
         )
+        raise ValueError(
+            f"--sequence-parallel splits a row over the tensor axis, which must divide it{too}; "
+            f"got --seq {data.seq}, --mesh.tensor {tensor}{axis}. Choose --seq {round_up(data.seq, multiple)}."
+        )
+    check_sequences({"tokens": jax.ShapeDtypeStruct((1, data.seq), "int32")}, mesh)
     if own.save_hf is not None:
         if own.router_bias_rate is not None:
             raise ValueError(
                 "a model of transformers has no biases of --router-bias-rate; got it with --save-hf. Leave out one of the two."
             )
-        model_files.check_save_folder(own.save_hf, config.common)
+        SaveFolder(own.save_hf, config.common).check()
         check_out_dir(own.save_hf, "--save-hf")
 
 

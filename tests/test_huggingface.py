@@ -22,7 +22,8 @@ from jaxpar.huggingface import read_params, write_description, write_model
 from jaxpar.huggingface.config import family_of
 from jaxpar.models import transformer
 from jaxpar.params import ParamSpec
-from jaxpar.run.model_files import save_model
+from jaxpar.run import BasicFlags
+from jaxpar.run.save_folder import SaveFolder
 from jaxpar.serve import open_run
 from tests.support.model_folders import (
     CONFIG,
@@ -345,6 +346,10 @@ def test_weights_that_are_not_finite_are_refused_when_they_are_written_and_read(
         read_params(tmp_path / "new", config, dtype="bfloat16")
 
 
+def save_folder(folder):
+    return SaveFolder(folder / "new", BasicFlags.of(out_dir=folder).common)
+
+
 def test_a_model_is_not_begun_on_a_disk_without_room_for_it(tmp_path, monkeypatch):
     config = FAMILIES["llama"]
     params = make_params(config, dtype=np.float32)
@@ -358,7 +363,7 @@ def test_a_model_is_not_begun_on_a_disk_without_room_for_it(tmp_path, monkeypatc
     write_description(tmp_path / "about", config)
     kept, where = [], {"described_by": tmp_path / "about", "keep": lambda: kept.append(True)}
     with pytest.raises(OSError, match=message):
-        save_model(tmp_path / "new", config, params, **where)
+        save_folder(tmp_path).save(config, params, **where)
     assert kept == [True]
     monkeypatch.setattr(shutil, "disk_usage", usage(needed))
     write_model(tmp_path / "new", config, params)
@@ -368,7 +373,8 @@ def test_a_run_whose_weights_its_models_dtype_cannot_hold_is_written_as_float32(
     config = FAMILIES["llama"]
     params = make_params(config, dtype=np.float32)
     write_model(tmp_path / "source", config, params, dtype="float16")
-    save_model(tmp_path / "new", config, with_weight(params, 1e5), described_by=tmp_path / "source")
+    about = tmp_path / "source"
+    save_folder(tmp_path).save(config, with_weight(params, 1e5), described_by=about)
     said = capsys.readouterr().out
     assert (
         "a model for transformers, as float32: weights must be numbers of the dtype float16; got 100000"

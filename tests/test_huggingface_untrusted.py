@@ -246,6 +246,14 @@ def with_name_in_index(folder, name):
     return folder
 
 
+def test_a_part_of_the_weights_that_is_missing_is_to_be_downloaded_again(tmp_path):
+    """The folder is the right one."""
+    folder = copy("llama", tmp_path)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"got .*-00002-of-.*, which does not. Download it"):
+        read_params(folder, read_config(folder))
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -419,7 +419,7 @@ def test_the_best_plan_becomes_the_job_and_the_recipe_s_flags(capsys, tmp_path):
         "data": 4,
         "stage": 2,
         "tensor": 2,
-        "schedule": "zb-h1",
+        "schedule": "interleaved",
         "num_microbatches": 8,
         "zero": 1,
         "remat": False,
@@ -440,7 +440,8 @@ def test_the_best_plan_becomes_the_job_and_the_recipe_s_flags(capsys, tmp_path):
     (container,) = pod(yaml.safe_load(written(capsys, *flags)))["spec"]["containers"]
     said = " ".join(container["command"])
     assert (
-        "--mesh.data 4 --mesh.stage 2 --mesh.tensor 2 --schedule zb-h1 --num-microbatches 8" in said
+        "--mesh.data 4 --mesh.stage 2 --mesh.tensor 2 --schedule interleaved --num-microbatches 8"
+        in said
     )
     assert "--num-chunks 2 --layers-per-virtual-stage 1 2 2 1" in said
     assert "--zero 0" in said, "what the command says itself stays"

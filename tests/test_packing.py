@@ -190,6 +190,9 @@ def test_long_examples_are_refused_with_their_place_and_the_seq_that_holds_them(
     ):
         fit(documents, 5, "refuse")
     assert len(fit(documents, 11, "refuse")[0]) == 3
+    for policy in ("refuse", "drop"):
+        with pytest.raises(ValueError, match=r"Choose seq=12[,.]"):
+            fit(documents.take(np.array([1, 2])), 5, policy, multiple=4)
     with pytest.raises(ValueError, match=r"must be one of refuse, drop, cut; got \'shorten\'"):
         fit(documents, 5, "shorten")
 

@@ -88,6 +88,38 @@ def code_of(args):
                 "--check checks a file, and writes nothing; got --checkpoint-c",
             ),
             (
+                [*JOB, "recipes/gpt.py", "--schedule", "foo"],
+                "--schedule must be one of gpipe, 1f1b, interleaved, zb-h1, zb-v; got",
+            ),
+            (
+                [*JOB, "recipes/gpt.py", "--quantize", "nf4"],
+                "--quantize is for weights that are frozen; got nf4 without --lora-rank",
+            ),
+            (
+                [*JOB, "recipes/gpt.py", "--max-grad-norm", "-1"],
+                "--max-grad-norm must be positive; got -1",
+            ),
+            (
+                [*JOB, "recipes/gpt.py", "--warmup-steps", "100", "--steps", "10"],
+                "--warmup-steps must be less than --steps; got 100 and 10",
+            ),
+            (
+                [*JOB, "recipes/gpt.py", "--num-chunks", "2"],
+                "--num-chunks and --layers-per-virtual-stage apply to pipelines; got one of them",
+            ),
+            (
+                [*JOB, "recipes/gpt.py", "--expert-buffer", "2"],
+                "--expert-buffer applies to --experts data; got 2 with --experts tensor",
+            ),
+            (
+                [*JOB, "recipes/gpt.py", "--data-weights", "1", "2"],
+                "--data-weights must have one for each --data; got 2 for 0",
+            ),
+            (
+                [*JOB, "recipes/digits.py", "--eval-every", "0"],
+                "--eval-every must be at least 1; got 0",
+            ),
+            (
                 [*JOB, "recipes/gpt.py", "--fake-devices", "8"],
                 "got --fake-devices 8 for recipes/gpt.py. Leave it out; to rehearse",
             ),

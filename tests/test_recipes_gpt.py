@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import urllib.request
 from pathlib import Path
@@ -26,6 +27,7 @@ from jaxpar import fp8, huggingface
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands import recipe as cli
 from jaxpar.data.text import Windows, load_text
+from jaxpar.fields import given_by
 from jaxpar.metrics.exporters import PrometheusExporter
 from jaxpar.models import transformer
 from jaxpar.models.transformer import presets
@@ -34,10 +36,14 @@ from jaxpar.run import evaluation, language_data, language_model, model_files, o
 from jaxpar.run.evaluation import Evaluation
 from jaxpar.run.folder import own_files
 from jaxpar.run.language_model import ModelFlags
+from jaxpar.run.save_folder import SaveFolder
+from jaxpar.runtime import lease as leases
 from jaxpar.runtime.launch import free_port
+from jaxpar.runtime.lease import HeldError, released_at_end, start_of, this_process
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from tests.support import doc_pages, oracle
 from tests.support.flags import replaced
+from tests.support.leases import put
 from tests.support.oracle import assert_same, assert_same_bits
 from tests.support.real_runs import curve, read_lines
 from tests.support.tiny_transformer import LLAMA as LLAMA_BLOCK
@@ -196,9 +202,8 @@ def go_on(run, folder, step, out_dir, *flags):
 
 def test_a_model_that_a_killed_run_began_to_write_is_written_anew_when_it_is_resumed(tmp_path):
     folder, new = tmp_path / "hf", gpt.Config.of(out_dir=tmp_path, steps=4).common
-    model_files.check_save_folder(folder, new)
-    model_files.begin_to_save(folder, new)
-    folder.mkdir()
+    SaveFolder(folder, new).check()
+    SaveFolder(folder, new).begin()
     for name in ("model.safetensors", "model.safetensors.part", ".tmpoH0azu", "config.json", "a"):
         (folder / name).touch()
     resumed = dataclasses.replace(new, resume=True)
@@ -211,10 +216,98 @@ def test_a_model_that_a_killed_run_began_to_write_is_written_anew_when_it_is_res
         with pytest.raises(
             ValueError, match=r"a model is written to a folder without one; got .*hf"
         ):
-            model_files.check_save_folder(folder, other)
-    model_files.check_save_folder(folder, resumed)
-    model_files.begin_to_save(folder, resumed)
-    assert [path.name for path in folder.iterdir()] == ["a"]
+            SaveFolder(folder, other).check()
+    SaveFolder(folder, resumed).check()
+    SaveFolder(folder, resumed).begin()
+    assert sorted(path.name for path in folder.iterdir()) == [".save_hf.json", "a"]
+
+
+def write_small_model(folder, seed):
+    shape = transformer.preset("gpt2-bytes", num_layers=1)
+    params = jax.tree.map(
+        lambda leaf: np.full(leaf.shape, seed, leaf.dtype),
+        abstract_params(transformer.param_table(shape)),
+    )
+    huggingface.write_model(folder, shape, params)
+
+
+def test_a_run_that_is_resumed_writes_over_no_model_but_its_own(tmp_path):
+    folder, new = tmp_path / "hf", gpt.Config.of(out_dir=tmp_path / "a", steps=4).common
+    new.out_dir.mkdir()
+    resumed = dataclasses.replace(new, resume=True)
+    saves = SaveFolder(folder, new)
+    saves.begin()
+    write_small_model(folder, 1)
+    saves.end()
+    assert not (folder / ".save_hf.json").exists()
+    SaveFolder(folder, resumed).claim()  # its own, whole
+    with released_at_end():
+        pass
+    assert not (folder / ".lease").exists(), "a model has no lease of a run that has ended"
+    folder.rename(tmp_path / "moved")
+    SaveFolder(folder, resumed).check()
+    write_small_model(folder, 2)
+    for call in ("check", "claim", "begin"):
+        with released_at_end(), pytest.raises(ValueError, match="to a folder without one; got"):
+            getattr(SaveFolder(folder, resumed), call)()
+    huggingface.read_config(folder)
+
+    begun = dataclasses.replace(new, out_dir=tmp_path / "b")  # killed while it wrote
+    begun.out_dir.mkdir()
+    folder = tmp_path / "begun"
+    SaveFolder(folder, begun).begin()
+    (folder / "model.safetensors").touch()
+    SaveFolder(folder, dataclasses.replace(begun, resume=True)).check()
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "model.safetensors").touch()  # of another run, which is writing it
+    with pytest.raises(ValueError, match="to a folder without one; got"):
+        SaveFolder(folder, dataclasses.replace(begun, resume=True)).check()
+
+
+def test_one_run_at_a_time_claims_the_folder_of_its_model(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(leases, "PATIENCE_SECONDS", 0.0)
+    held, common = tmp_path / "held", gpt.Config.of(out_dir=tmp_path / "a", steps=4).common
+    other = os.getppid()
+    put(
+        held, dataclasses.replace(this_process(), pid=other, start=start_of(other), token="another")
+    )
+    with given_by({"save_hf": "--save-hf"}), pytest.raises(HeldError) as refused:
+        SaveFolder(held, common).claim()
+    assert f"held by process {other} on" in str(refused.value)
+    assert str(refused.value).endswith("Give another folder (--save-hf), or stop that run first.")
+    with released_at_end():
+        SaveFolder(tmp_path / "hf", common).claim()
+        assert (tmp_path / "hf/.lease").is_dir()
+    assert not (tmp_path / "hf").exists(), "nothing is left of a run that wrote no model"
+
+
+@pytest.mark.parametrize("there", ["a model", "a file"])
+def test_a_run_whose_folder_is_taken_at_its_end_saves_its_state_and_says_how_to_export_it(
+    run, tmp_path, monkeypatch, capsys, there
+):
+    """Another program writes to it while the run trains, without a checkpoint."""
+    folder, out = tmp_path / "hf", tmp_path / "run"
+
+    def conclude(*_):
+        assert (folder / ".lease").is_dir()
+        if there == "a model":
+            write_small_model(folder, 2)
+        else:
+            shutil.rmtree(folder)
+            folder.write_text("notes")
+
+    monkeypatch.setattr(gpt, "conclude", conclude)
+    with pytest.raises(SystemExit, match="74"):
+        run(out, "--steps", "3", "--save-hf", str(folder), draws=True)
+    err = capsys.readouterr().err
+    rule = "to a folder without one; got" if there == "a model" else "to a folder; got"
+    assert f"error: a model is written {rule} {folder}" in err
+    assert "Traceback" not in err
+    command = re.search(r"Write it to a new folder: python -m jaxpar (.*)\.\n", err)[1]
+    command = shlex.split(command.replace("DIR", str(tmp_path / "exported")))
+    assert jaxpar_main(command) == 0
+    huggingface.read_config(tmp_path / "exported")
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +360,7 @@ def test_a_run_whose_last_checkpoint_cannot_be_saved_still_writes_its_model(
         load_file(tmp_path / name / "model.safetensors") for name in ("at least", "hf")
     )
     assert_same(found, wanted, within=0)
-    monkeypatch.setattr(model_files, "_save_model", fail)
+    monkeypatch.setattr(SaveFolder, "_write", fail)
     with pytest.raises(SystemExit, match="74"):
         run(tmp_path / "other", *steps, "--save-hf", str(tmp_path / "none"))
     assert f"nor could the model be written in {tmp_path / 'none'}: " in capsys.readouterr().out
@@ -903,6 +996,10 @@ def test_weight_decay_spares_biases_norms_and_positions():
         (
             ["--mesh.tensor", "2", "--sequence-parallel", "--seq", "15"],
             "must divide it; got --seq 15, --mesh.tensor 2. Choose --seq 16",
+        ),
+        (
+            ["--mesh.tensor", "2", "--mesh.context", "2", "--sequence-parallel", "--seq", "14"],
+            "must twice the context axis; got --seq 14, --mesh.tensor 2, --mesh.context 2. Choose --seq 16",
         ),
         (
             ["--data", "nowhere"],

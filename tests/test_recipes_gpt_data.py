@@ -19,6 +19,7 @@ from jaxpar import huggingface
 from jaxpar.checkpoint.restore import check_config
 from jaxpar.commands import recipe as cli
 from jaxpar.data.packing import IGNORED
+from jaxpar.data.readers import as_learned, kind_of
 from jaxpar.huggingface import read_tokenizer
 from jaxpar.models import transformer
 from jaxpar.run import Run, evaluation, language_data, language_model
@@ -226,6 +227,51 @@ def test_the_remedies_for_long_examples_are_taken(checked, tmp_path):
     assert checked(*data, "--seq", seq) is None
     assert checked(*data, "--long-examples", "drop") is None
     assert checked(*data, "--long-examples", "cut") is None
+
+
+def test_the_seq_for_long_examples_is_one_that_the_mesh_splits(checked, tmp_path):
+    """The longest example may be held out, and --seq be no multiple of what the mesh divides it by."""
+    rows = [{"prompt": "p" * 31, "completion": "c" * each} for each in range(40, 60)]
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:10]))
+    (data / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[10:]))
+    mesh = ["--mesh.context", "2", "--mesh.tensor", "2", "--sequence-parallel", "--eval-rows", "2"]
+    flags = ["--data", str(data), *mesh]
+    seq = re.search(r"Choose --seq (\d+), or", checked(*flags))[1]
+    assert checked(*flags, "--seq", seq) is None
+
+
+@pytest.mark.parametrize(
+    "preferred",
+    [
+        {"prompt": "a?", "chosen": "b", "rejected": "c"},
+        {"chosen": "a? b", "rejected": "a? c"},
+        {
+            "prompt": [{"role": "user", "content": "a?"}],
+            "chosen": [{"role": "assistant", "content": "b"}],
+            "rejected": [{"role": "assistant", "content": "c"}],
+        },
+        {
+            "prompt": "a?",
+            "chosen": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}],
+            "rejected": [],
+        },
+    ],
+)
+def test_preferences_are_told_that_they_are_not_trained_and_how_to_learn_the_chosen(preferred):
+    with pytest.raises(ValueError, match="Preferences are not trained; to learn the") as refused:
+        kind_of(preferred)
+    old, new = re.search(r'rename "(\w+)" to "(\w+)"', str(refused.value)).groups()
+    renamed = {name: value for name, value in preferred.items() if name != old}
+    learned, _ = as_learned(renamed | {new: preferred[old]}, has_chat_template=True)
+    assert "b" in str(learned)
+    assert "c" not in str(learned.get("completion", ""))
+
+
+def test_an_example_with_fields_of_two_kinds_is_told_which():
+    with pytest.raises(ValueError, match=r'got "text" and "prompt" with "completion"\. Keep those'):
+        kind_of({"prompt": "a", "completion": "b", "text": "c"})
 
 
 def test_a_tokenizer_of_more_tokens_than_the_named_model_is_refused_with_models_that_have_them(

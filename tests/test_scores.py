@@ -3,7 +3,9 @@
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
+from jaxpar.data.text import ByteTokenizer
 from jaxpar.huggingface import read_tokenizer
 from jaxpar.models import transformer
 from jaxpar.models.transformer import TokenScores, scoring
@@ -13,6 +15,7 @@ from tests.support import serving, tiny_transformer
 from tests.support.texts import write_tokenizer
 
 CONFIG = serving.CONFIG
+ENTRIES = ("tokens", "token_logprobs", "top_logprobs")
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +161,11 @@ def test_offsets_point_to_the_tokens_in_the_text_special_ones_too(tmp_path, prom
     is_shown = lambda at: at < len(tokens) and (at or not bos or as_tokens)
     for at, (token, offset) in enumerate(zip(found["tokens"], found["text_offset"], strict=True)):
         if is_shown(at) or not token.startswith("<|"):
-            assert token == "\ufffd" or text[offset:].startswith(token), (at, token, offset)
+            assert token.startswith("bytes:") or text[offset:].startswith(token), (
+                at,
+                token,
+                offset,
+            )
     alone = logprobs(tokenizer, row, scores, num_prompt=len(tokens), num_top=1)
     assert alone["tokens"] == found["tokens"][len(tokens) :]
     assert alone["text_offset"] == [
@@ -168,3 +175,41 @@ def test_offsets_point_to_the_tokens_in_the_text_special_ones_too(tmp_path, prom
         "the end is named, and has the offset of the end of the text"
     )
     assert found["text_offset"][-1] == len(text)
+
+
+def byte_fallback(folder):
+    """A tokenizer of SentencePiece's form, which has bytes for the characters that it does not know."""
+    bytes_of_it = [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab = {token: index for index, token in enumerate(["<unk>", "▁", "a", *bytes_of_it])}
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True)
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    decoders = tokenizers.decoders
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback", "bytes"])
+def test_parts_of_a_character_are_named_by_their_bytes_and_are_entries_of_their_own(tmp_path, kind):
+    make = {"byte-level": write_tokenizer, "byte-fallback": byte_fallback}.get(kind)
+    tokenizer = ByteTokenizer() if make is None else read_tokenizer(make(tmp_path / "model"))
+    text = "a 鏡台"
+    [(tokens, _)] = tokenizer.encode([text], begins=[False])
+    row = tokens.tolist()
+    parts = list(dict.fromkeys(row[-6:]))
+    top = np.array([parts[:5]] * len(row))
+    scores = TokenScores(-np.ones(len(row)), top, np.tile(-np.arange(5.0) - 2, (len(row), 1)))
+    echo = echo_of(tokenizer, text, tokens)
+    found = logprobs(tokenizer, row, scores, num_prompt=len(row), num_top=5, echo=echo)
+    written = "".join(f"\\x{byte:02x}" for byte in "鏡台".encode())
+    assert "".join(found["tokens"][-6:]).replace("bytes:", "") == written
+    assert all(len(each) in (5, 6) for each in found["top_logprobs"][1:]), "none is lost"
+    for token, own, top in zip(*(found[key][-6:] for key in ENTRIES), strict=True):
+        assert top[token] == own == -1, "it is likelier than as one of the likeliest"
+    assert found["text_offset"][-6:] == [2, 2, 2, 3, 3, 3]
+    assert echo.text == text
+    assert tokenizer.bytes_of(row[-1]) == "台".encode()[-1:]
+    assert b"a" in map(tokenizer.bytes_of, row)

@@ -57,6 +57,36 @@ def test_of_a_completion_the_prompt_is_not_learned(tmp_path):
     assert parts[1][1] == [1, 1, 1]
 
 
+def test_a_token_across_the_end_of_a_prompt_is_told_with_the_first_place(tmp_path):
+    tokenizer = read_tokenizer(write_tokenizer(tmp_path / "model"))
+    rows = [("what is a ", "cat"), ("what is a", " cat"), ("what is a c", "at"), ("", " cat")]
+    rows += [("what is a cat\n", "a small animal"), ("naï", "ve"), ("a cat", "")]
+    lines = [{"prompt": prompt, "completion": completion} for prompt, completion in rows]
+    chat = {"messages": [{"role": "user", "content": "a "}, {"role": "assistant", "content": "b"}]}
+    file = write_lines(tmp_path / "a.jsonl", {"text": "a cat"}, chat, *lines)
+    told = [
+        line for line in tokenise([file], tokenizer, tmp_path / "cache").remarks if "rea" in line
+    ]
+
+    def tokens(text):
+        [(ids, _)] = tokenizer.encode([text], begins=[False])
+        return ids.tolist()
+
+    alone = [(tokens(prompt), tokens(prompt + completion)) for prompt, completion in rows]
+    count = sum(prompt != whole[: len(prompt)] for prompt, whole in alone)
+    assert 2 <= count < len(rows), "the spaces at least, and not all"
+    what = (
+        "a token that reaches from the prompt into the completion, which the prompt alone does not"
+    )
+    assert told == [f"{count} of 9 examples have {what} have, the first in {file}:3"]
+
+
+def test_a_space_between_words_that_the_tokenizer_leaves_out_joins_nothing(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", {"prompt": "one two ", "completion": "three four"})
+    found, _ = documents_of(file, tmp_path / "cache")
+    assert not any("reaches" in line for line in found.remarks)
+
+
 def test_of_a_conversation_the_answers_are_learned(tmp_path):
     messages = [
         {"role": r, "content": c}
@@ -111,7 +141,7 @@ def test_a_text_file_is_one_document_however_long(tmp_path):
         ('[{"text": "a"}]', r"A .jsonl has an object a line; if the file is one list .*a.jsonl:2"),
         ('{"txt": "a"}', r'must have "text", or "prompt" and "completion", or "messages", .*; got the fields txt. .*a.jsonl:2'),
         ('{"input_ids": [1, 2]}', r"got the fields input_ids. Put records of tokens into a folder of their own. It is in"),
-        ('{"text": "a", "messages": []}', r"got the fields messages, text. Rename or remove fields. It is in .*a.jsonl:2"),
+        ('{"text": "a", "messages": []}', r'got "text" and "messages". Keep those of .* others. It is in .*a.jsonl:2'),
         ('{"instruction": "a", "context": "", "response": "b"}', r'Rename "context" to "input", "response" to "output"\. It'),
         ('{"dialog": [{"role": "user", "content": "a"}]}', r'got the fields dialog\. Rename "dialog" to "messages"\. It is'),
         ('{"turns": [{"from": "human", "value": "a"}]}', r'Rename "turns" to "conversations"\. It is in .*a.jsonl:2'),
@@ -220,7 +250,7 @@ def test_special_tokens_in_texts_are_told_and_kinds_for_which_there_is_no_room_a
     folder = tmp_path / "data"
     folder.mkdir()
     typed = said("see <|end|> here", content="a <|end|>")
-    file = write_lines(folder / "a.jsonl", typed, {"prompt": "b <|end|>", "completion": "c"})
+    file = write_lines(folder / "a.jsonl", typed, {"prompt": "b <|end|>", "completion": " c"})
     text = write_lines(folder / "b.txt", " ".join(f"<|{number}|>" for number in range(9)))
     remarks = tokenise([file, text], WordTokenizer(), tmp_path / "cache").remarks
     what = "in their text, which is read as the special token, the first in"

@@ -113,17 +113,8 @@ class CheckpointManager(Saver):
         """
         if self._is_owner:
             return False
-        held, self._is_owner = None, True
-        try:
-            if jax.process_index() == 0:
-                self.lease.take()
-        except HeldError as error:
-            held = str(error)
-        except OSError as error:
-            self._say(f"NOT HELD: {self.lease.folder}, which another run could write to: {error}")
-        if held := exchange("own", held)[0]:
-            self._is_owner = False
-            raise HeldError(held)
+        take_in_first_process(self.lease, self._say)
+        self._is_owner = True
         return True
 
     def disown(self) -> None:
@@ -306,3 +297,25 @@ class CheckpointManager(Saver):
         )
         self._resume_from(int(fetch(state.step)))
         return as_keys(from_canonical(state, wanted), target)
+
+
+def take_in_first_process(lease: Lease, say: Callable[[str], None]) -> None:
+    """Takes a lease in the first process of a run; every process must call it.
+
+    Args:
+        lease: The lease.
+        say: Prints that the lease cannot be written, which is no error.
+
+    Raises:
+        HeldError: Another run holds the folder.
+    """
+    held = None
+    try:
+        if jax.process_index() == 0:
+            lease.take()
+    except HeldError as error:
+        held = str(error)
+    except OSError as error:
+        say(f"NOT HELD: {lease.folder}, which another run could write to: {error}")
+    if held := exchange("own", held)[0]:
+        raise HeldError(held)

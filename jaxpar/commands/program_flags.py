@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path, PurePosixPath
 from types import ModuleType, SimpleNamespace
@@ -270,6 +271,16 @@ def _parse(module: ModuleType, name: str, args: Sequence[str], num_devices: int 
         _check_run(flags, name)
         with given_by(flag_names(type(flags))):
             _check_rows(flags, num_devices)
+            _check_settings(module, flags)
+
+
+def _check_settings(module: ModuleType, flags: Any) -> None:
+    """Raises ValueError if a recipe refuses its flags without data and devices, by its function ``check_settings``."""
+    check = getattr(module, "check_settings", None)
+    if check is None:
+        return
+    with suppress(ImportError):  # of a package that the image has
+        check(flags)
 
 
 def _check_run(flags: Any, name: str) -> None:

@@ -42,7 +42,7 @@ from jaxpar.runtime.output import FULL, fsync, printable, refusing
 FORMAT = "jaxpar tokens 2"
 MANIFEST, TOKENS, LEARNED, DOCUMENTS = "manifest.json", "tokens.bin", "learned.bin", "documents.npy"
 END, FILE, LINE, CHECKSUM = range(4)  # the columns of documents.npy
-LOOKED_FOR = 5  # raised when examples are looked through for more: caches whose remarks lack it are made again
+LOOKED_FOR = 6  # raised when examples are looked through for more: caches whose remarks lack it are made again
 PASSAGES_AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**23  # that are tokenised at once, whichever is fewer
 
 
@@ -322,7 +322,7 @@ def _write_tokens(
     written, checksum, all_learned = 0, 0, True
     for passages in _in_batches(examples.passages()):
         for passage, (ids, marks) in zip(
-            passages, _encode(passages, examples.files, tokenizer), strict=True
+            passages, _encode(passages, examples, tokenizer), strict=True
         ):
             stored = ids.astype(dtype).tobytes()
             tokens.write(stored)
@@ -348,7 +348,7 @@ def _in_batches(passages: Iterable[Passage]) -> Iterator[list[Passage]]:
 
 
 def _encode(
-    passages: list[Passage], files: Sequence[Path], tokenizer: Tokenizer
+    passages: list[Passage], examples: Examples, tokenizer: Tokenizer
 ) -> Iterator[tuple[Any, Any]]:
     """Yields the tokens of each passage, and for each token whether it is learned, uint8."""
     texts, begins = [passage.text for passage in passages], [passage.begins for passage in passages]
@@ -360,9 +360,10 @@ def _encode(
                 tokenizer.encode([passage.text], begins=[passage.begins])
             except ValueError as error:
                 raise ValueError(
-                    f"{error} It is in {place_text(files, *passage.place)}."
+                    f"{error} It is in {place_text(examples.files, *passage.place)}."
                 ) from error
         raise
+    examples.note_joined(passages, encoded)
     for passage, (ids, ends) in zip(passages, encoded, strict=True):
         marks = np.full(len(ids), passage.learned is None, np.uint8)
         for first, last in passage.learned or ():

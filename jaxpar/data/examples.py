@@ -19,6 +19,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxpar import fields
 from jaxpar.data.readers import (
     UTF_16,
@@ -46,6 +48,9 @@ ROLES = (
     "tool",
     "function",
 )  # of the messages of published data
+JOINED = (
+    "a token that reaches from the prompt into the completion, which the prompt alone does not have"
+)
 MOST_ODD = 8
 FURTHER = "more that may not be meant, of kinds that are not named here"
 TEXT_BLOCK = 2**20  # characters of a text file that are tokenised at once, up to the end of a line
@@ -69,6 +74,16 @@ class Passage(NamedTuple):
     ends: bool
     is_marked: bool
     place: tuple[int, int]
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether it is a prompt and its completion, both of them text."""
+        return self.learned is not None and self.is_marked
+
+    @property
+    def num_prompt(self) -> int:
+        """The number of characters before those that are learned."""
+        return self.learned[0][0] if self.learned else 0
 
 
 @dataclass
@@ -113,7 +128,7 @@ class Examples:
         for passage in _read_text(file, number):
             special.update(self._special_in([passage.text]))
             yield passage
-        self._note(special, (number, 0))
+        self.note(special, (number, 0))
 
     def _passage(self, example: Any, place: tuple[int, int]) -> Passage:
         example, ignored = as_learned(example, has_chat_template=self.tokenizer.has_chat_template)
@@ -132,8 +147,8 @@ class Examples:
             )
         texts = [_checked(value, name) for name, value in example.items()]
         if not texts[-1].strip():
-            self._note([EMPTY_TEXT if "text" in example else EMPTY], place)
-        self._note(self._special_in(texts), place)
+            self.note([EMPTY_TEXT if "text" in example else EMPTY], place)
+        self.note(self._special_in(texts), place)
         start = len(texts[0])
         learned = None if "text" in example else ((start, start + len(texts[1])),)
         return Passage("".join(texts), learned, begins=True, ends=True, is_marked=True, place=place)
@@ -151,22 +166,22 @@ class Examples:
         """Returns the text of messages, and the spans that are learned."""
         uses, takes_calls = self.tokenizer.uses, self.tokenizer.uses("tool_calls")
         messages = check_messages(given, takes_calls=takes_calls)
-        self._note(
+        self.note(
             [NOT_AN_ANSWER] * any(m["role"] != "assistant" and m.get("weight") for m in messages),
             place,
         )
-        self._note([UNANSWERED] * (messages[-1]["role"] != "assistant"), place)
+        self.note([UNANSWERED] * (messages[-1]["role"] != "assistant"), place)
         weights = [_weight(message.pop("weight", 1)) for message in messages]
         others = {name for message in messages for name in message} - {"role", "content"}
         self.ignored.update(f"{name} of messages" for name in others if not uses(name))
-        self._note(
+        self.note(
             {what for message in messages for what in _odd(message, takes_calls=takes_calls)}, place
         )
-        self._note(self._special_in([message["content"] for message in messages]), place)
+        self.note(self._special_in([message["content"] for message in messages]), place)
         if takes_calls and self._reads_arguments:
             messages = [_with_arguments_read(message) for message in messages]
         text, spans = self.tokenizer.render(messages, tools=tools)
-        self._note(_left_out(messages, text), place)
+        self.note(_left_out(messages, text), place)
         answers = [
             w
             for message, w in zip(messages, weights, strict=True)
@@ -201,7 +216,13 @@ class Examples:
             for token in tokens
         }
 
-    def _note(self, found: Iterable[str], place: tuple[int, int]) -> None:
+    def note(self, found: Iterable[str], place: tuple[int, int]) -> None:
+        """Counts what is odd about an example; of many kinds, those beyond the first ones together.
+
+        Args:
+            found: What is odd.
+            place: The file and the line.
+        """
         has_more = False
         for what in sorted(found):
             if what in self.odd or len(self.odd) < MOST_ODD:
@@ -211,9 +232,39 @@ class Examples:
         if has_more:
             self._count(FURTHER, place)
 
+    def note_joined(
+        self, passages: Sequence[Passage], encoded: Sequence[tuple[np.ndarray, np.ndarray]]
+    ) -> None:
+        """Notes prompts whose last token goes on in the completion, where the prompt alone has other tokens.
+
+        Only prompts that such a token seems to end are tokenised again: some tokenizers leave out spaces between two tokens.
+
+        Args:
+            passages: The passages.
+            encoded: What the tokenizer's ``encode`` returns of their texts.
+        """
+        joined = []
+        for passage, (ids, ends) in zip(passages, encoded, strict=True):
+            of_text = ends >= 0
+            if passage.has_prompt and _reaches_over(ends[of_text], passage.num_prompt):
+                joined.append((passage, ids[of_text]))
+        prompts = [passage.text[: passage.num_prompt] for passage, _ in joined]
+        begins = [False] * len(prompts)
+        alone = self.tokenizer.encode(prompts, begins=begins) if prompts else ()
+        for (passage, whole), (ids, ends) in zip(joined, alone, strict=True):
+            own = ids[ends >= 0]
+            if not np.array_equal(own, whole[: len(own)]):
+                self.note([JOINED], passage.place)
+
     def _count(self, what: str, place: tuple[int, int]) -> None:
         count, first = self.odd.get(what, (0, place))
         self.odd[what] = count + 1, first
+
+
+def _reaches_over(ends: np.ndarray, border: int) -> bool:
+    """Returns whether a token begins before a character and ends after it, of the indices after each token's last one."""
+    at = int(np.searchsorted(ends, border, "right"))
+    return at < len(ends) and (ends[at - 1] if at else 0) < border
 
 
 def _with_arguments_read(message: Mapping[str, Any]) -> dict[str, Any]:

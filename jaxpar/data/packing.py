@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxpar.data.batches import RowSource, check_vocabulary
+from jaxpar.data.batches import RowSource, check_vocabulary, round_up
 from jaxpar.data.checksums import checksum
 from jaxpar.fields import arg, check_at_least, check_one_of, check_positive
 
@@ -250,7 +250,9 @@ def pack(sizes: np.ndarray, capacity: int, most: int | None = None) -> np.ndarra
     return row_of
 
 
-def fit(documents: Documents, seq: int, long_examples: str) -> tuple[Documents, int]:
+def fit(
+    documents: Documents, seq: int, long_examples: str, *, multiple: int = 1
+) -> tuple[Documents, int]:
     """Returns the documents that a row can hold, and the number of those that are left out.
 
     Documents of which every token is learned always fit, in pieces. One with a prompt needs it in the same row.
@@ -260,6 +262,7 @@ def fit(documents: Documents, seq: int, long_examples: str) -> tuple[Documents, 
         seq: Tokens per row.
         long_examples: What to do with examples with a prompt and more than ``seq`` targets: "refuse", "drop", or "cut", which
             learns what is after the first ``seq`` tokens without the prompt.
+        multiple: What the mesh divides rows by, so that the ``seq`` of an error must be a multiple of it.
 
     Raises:
         ValueError: An example is too long and is to be refused.
@@ -269,22 +272,22 @@ def fit(documents: Documents, seq: int, long_examples: str) -> tuple[Documents, 
         return documents, 0
     starts, ends = documents.starts, documents.ends
     sizes = ends - starts
+    enough = lambda sizes: round_up(int(sizes.max()) - 1, multiple)
     longer = np.flatnonzero(sizes > seq + 1)
     has_prompt = [not documents.learned[starts[i] + 1 : ends[i]].all() for i in longer.tolist()]
     too_long = longer[np.array(has_prompt, bool)]
     if long_examples == "drop" and 0 < len(too_long) == len(documents):
         raise ValueError(
             f"an example with a prompt must fit in a row of seq + 1 tokens; got {arg(seq=seq)} and {len(documents)} examples, "
-            f"which are all longer, from {sizes.min()} tokens on. Choose {arg(seq=int(sizes.max()) - 1)}."
+            f"which are all longer, from {sizes.min()} tokens on. Choose {arg(seq=enough(sizes))}."
         )
     if long_examples == "drop" or len(too_long) == 0:
         fitting = np.setdiff1d(np.arange(len(documents)), too_long)
         return documents.take(fitting), len(too_long)
     sizes = sizes[too_long]
     place = documents.place(int(too_long[0]))
-    longest = int(sizes.max())
     raise ValueError(
         f"an example with a prompt must fit in a row of seq + 1 tokens; got {arg(seq=seq)} and {len(too_long)} longer "
-        f"examples, the first of {int(sizes[0])} tokens in {place}. Choose {arg(seq=longest - 1)}, or "
+        f"examples, the first of {int(sizes[0])} tokens in {place}. Choose {arg(seq=enough(sizes))}, or "
         f"{arg(long_examples='drop')} to leave them out."
     )

@@ -56,7 +56,7 @@ def kind_of(example: Any) -> tuple[str, ...]:
         if len(found) == 1:
             return found[0]
         if found:
-            break
+            raise ValueError(_of_several_kinds(found))
     names = ", ".join(sorted(printable(str(name)) for name in example)) or "none"
     raise ValueError(
         'an example must have "text", or "prompt" and "completion", or "messages", or "instruction" and "output", or '
@@ -64,10 +64,23 @@ def kind_of(example: Any) -> tuple[str, ...]:
     )
 
 
+def _of_several_kinds(kinds: Sequence[Sequence[str]]) -> str:
+    shown = [" with ".join(f'"{name}"' for name in kind) for kind in kinds]
+    return (
+        f"an example must have the fields of one kind; got {' and '.join(shown)}. Keep those of one kind, and remove the "
+        "others."
+    )
+
+
 def _remedy(example: Mapping[str, Any]) -> str:
-    """Returns what to do with an example of no kind, or of two."""
+    """Returns what to do with an example of no kind."""
     if "input_ids" in example:
         return "Put records of tokens into a folder of their own."
+    if {"chosen", "rejected"} <= set(example):
+        return (
+            "Preferences are not trained; to learn the chosen answers alone, rename "
+            f'"chosen" to "{_name_of_chosen(example)}".'
+        )
     shown = lambda name: f'"{printable(str(name))}"'
     others = {name: value for name, value in example.items() if name not in FIELDS}
     for name, value in others.items():
@@ -81,6 +94,14 @@ def _remedy(example: Mapping[str, Any]) -> str:
             return f"Write each object of {shown(name)} on a line of its own, in a .jsonl."
     renamed = [f'{shown(name)} to "{USUAL[name]}"' for name in others if name in USUAL]
     return f"Rename {', '.join(renamed) or 'or remove fields'}."
+
+
+def _name_of_chosen(example: Mapping[str, Any]) -> str:
+    """Returns the name under which the better answer of a preference is learned: it may begin with its prompt."""
+    prompt, chosen = example.get("prompt"), example["chosen"]
+    if prompt is not None and isinstance(prompt, list) == isinstance(chosen, list):
+        return "completion"
+    return "messages" if isinstance(chosen, list) else "text"
 
 
 def as_learned(

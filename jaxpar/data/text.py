@@ -369,6 +369,10 @@ class Tokenizer(ABC):
     def decode(self, tokens: np.ndarray, *, special: bool = False) -> str:
         """Returns the text of tokens, that of special ones too if they are to be shown."""
 
+    def bytes_of(self, token: int) -> bytes:
+        """Returns the bytes of a token, which may be a part of a character; where they are not known, those of its text."""
+        return self.decode(np.array([token], np.int64), special=True).encode()
+
     @abstractmethod
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None
@@ -425,6 +429,10 @@ class ByteTokenizer(Tokenizer):
         """Returns the text of bytes; bytes that are not UTF-8 become the replacement character."""
         del special
         return bytes(np.asarray(tokens, np.uint8)).decode(errors="replace")
+
+    def bytes_of(self, token: int) -> bytes:
+        """Returns the byte."""
+        return bytes(np.array([token], np.uint8))
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None

@@ -395,8 +395,21 @@ def is_of_model(name: str) -> bool:
     return name == CONFIG or ".safetensors" in name
 
 
+class FolderTakenError(ValueError):
+    """A folder cannot take a model, as it has one or belongs to another; every process raises it.
+
+    Args:
+        found: The rule, and what there is.
+        remedy: What to do about it.
+    """
+
+    def __init__(self, found: str, remedy: str) -> None:
+        super().__init__(f"{found}. {remedy}".rstrip())
+        self.found = found
+
+
 def check_no_model(folder: Path | str) -> None:
-    """Raises ValueError if a folder has a model; every process must call it."""
+    """Raises FolderTakenError if a folder has a model; every process must call it."""
     folder = Path(folder)
     there: Sequence[Path] = (
         sorted(folder.iterdir()) if folder.is_dir() else [folder] if folder.exists() else []
@@ -406,11 +419,12 @@ def check_no_model(folder: Path | str) -> None:
         0
     ]:  # of the first process, which may be ahead of the others
         if found == [folder.name] and folder.is_file():
-            raise ValueError(
-                f"a model is written to a folder; got {folder}, which is a file. Name another."
+            raise FolderTakenError(
+                f"a model is written to a folder; got {folder}, which is a file", "Name another."
             )
-        raise ValueError(
-            f"a model is written to a folder without one; got {folder} with {shorten(found)}. Name another, or empty it."
+        raise FolderTakenError(
+            f"a model is written to a folder without one; got {folder} with {shorten(found)}",
+            "Name another, or empty it.",
         )
 
 

@@ -56,9 +56,9 @@ HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 def check_file(path: Path) -> Path:
     """Returns ``path``; raises unless it is a regular file, fetched by Git LFS: opening a pipe would block forever."""
     if not path.exists():
-        raise FileNotFoundError(
-            f"a model's file must exist; got {path}, which does not. Name the folder of a model."
-        )
+        is_part = path.name != CONFIG and (path.parent / CONFIG).exists()
+        remedy = "Download it again." if is_part else "Name the folder of a model."
+        raise FileNotFoundError(f"a model's file must exist; got {path}, which does not. {remedy}")
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(
             f"a model's file must be a regular file; got {path}, which is none. Copy it into the folder."

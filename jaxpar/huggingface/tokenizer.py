@@ -42,6 +42,13 @@ SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # whose texts te
 TODAY = "strftime_now"
 SHOWN = 24  # characters on each side of where two texts part
 MARK = "mark what the assistant says by {% generation %} and {% endgeneration %} in the template"
+REPLACEMENT = "\ufffd"  # in the text of bytes that are no whole character
+_FALLBACK = re.compile("<0x([0-9A-F]{2})>")  # a byte of SentencePiece
+# The bytes by the characters that stand for them in byte-level BPE: those that can be printed for themselves, and others.
+_PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = sorted({*range(256)} - {*_PRINTED})
+_BYTES = {chr(byte): byte for byte in _PRINTED}
+_BYTES |= {chr(0x100 + at): byte for at, byte in enumerate(_OTHERS)}
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -163,6 +170,19 @@ class FolderTokenizer(Tokenizer):
     def text_of(self, token: int) -> str:
         """Returns the text of a token, also of a special one."""
         return self._tokenizer.decode([token], skip_special_tokens=False)
+
+    def bytes_of(self, token: int) -> bytes:
+        """Returns the bytes of a token, which may be a part of a character; where they are not known, those of its text."""
+        text = self.decode(np.array([token]), special=True)
+        if REPLACEMENT not in text:
+            return text.encode()
+        written = self._tokenizer.id_to_token(token)
+        if byte := _FALLBACK.fullmatch(written):
+            return bytes.fromhex(byte[1])
+        if not {*written} <= _BYTES.keys():
+            return text.encode()
+        found = bytes(_BYTES[character] for character in written)
+        return found if found.decode(errors="replace") == text else text.encode()
 
     def special_in(self, text: str) -> set[str]:
         """Returns the special tokens that ``encode`` would read in a text, as they are written."""

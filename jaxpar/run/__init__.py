@@ -18,7 +18,7 @@ settings, `kept_numbers.py` which numbers it goes on with, `call_order.py` the o
 take, `watchers.py` what follows its metrics, `pace.py` their time, and `compiled_step.py` the step, which names what is wrong
 with a batch. `batches.py`, `optimizers.py`, `language_data.py` and `language_model.py` have flags of several scripts, and
 what they stand for, `lora_flags.py` those of LoRA; `remarks.py` says what of the data may not be meant, `evaluation.py` what a
-model has learned, and `model_files.py` writes it for other libraries.
+model has learned, `model_files.py` reads and writes models and adapters, and `save_folder.py` writes the folder of --save-hf.
 """
 
 from jaxpar.run.flags import (

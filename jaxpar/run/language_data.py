@@ -252,8 +252,13 @@ def check_data_flags(flags: DataFlags) -> None:
         )
 
 
-def load_data(flags: DataFlags, init_from: Path | None = None) -> Data:
-    """Returns the data that the flags name; ``init_from``, the folder of the model, may have a tokenizer.
+def load_data(flags: DataFlags, init_from: Path | None = None, *, multiple: int = 1) -> Data:
+    """Returns the data that the flags name.
+
+    Args:
+        flags: The flags.
+        init_from: The folder of the model, which may have a tokenizer.
+        multiple: What the mesh divides rows by, as ``row_multiple`` says.
 
     Raises:
         OSError, ValueError, ImportError: A file cannot be used; the message names it, and the line.
@@ -274,7 +279,7 @@ def load_data(flags: DataFlags, init_from: Path | None = None) -> Data:
         return Data(
             (_of_text(text),), text.source, ByteTokenizer(), _ends(ByteTokenizer(), init_from)
         )
-    parts = tuple(_part(path, flags, tokenizer, init_from) for path in flags.data)
+    parts = tuple(_part(path, flags, tokenizer, init_from, multiple) for path in flags.data)
     if len({part.is_bytes for part in parts}) > 1:
         raise ValueError(
             f"all --data must have tokens of one kind; got bytes and others in {' '.join(map(str, flags.data))}. Name a "
@@ -315,6 +320,12 @@ def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource,
     return train, test
 
 
+def row_multiple(mesh: Any, *, sequence_parallel: bool = False) -> int:
+    """Returns what must divide the tokens of a row: twice ``context``, if above 1, and ``tensor`` where it splits sequences."""
+    parts = 1 if mesh.shape["context"] == 1 else 2 * mesh.shape["context"]
+    return math.lcm(parts, mesh.shape["tensor"] if sequence_parallel else 1)
+
+
 @contextmanager
 def rows_checked_too(flags: LanguageFlags, init_from: Path | None) -> Iterator[None]:
     """Adds what is wrong with the rows to an error of the ``with`` block, which makes the mesh, so that one message has all.
@@ -333,7 +344,8 @@ def rows_checked_too(flags: LanguageFlags, init_from: Path | None) -> Iterator[N
             raise
         try:
             flags = in_rows(flags, sizes)
-            train, _ = make_rows(flags.data, load_data(flags.data, init_from), MOST_TOKENS)
+            data = load_data(flags.data, init_from, multiple=row_multiple(sizes))
+            train, _ = make_rows(flags.data, data, MOST_TOKENS)
             check_rows(flags, len(train), sizes)
         except (ValueError, OSError) as other:
             raise ValueError(f"{error} Also, {other}") from error
@@ -364,7 +376,11 @@ def _check_reads_bytes(
 
 
 def _part(
-    path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None, init_from: Path | None
+    path: Path,
+    flags: DataFlags,
+    tokenizer: FolderTokenizer | None,
+    init_from: Path | None,
+    multiple: int,
 ) -> Part:
     if path == RECALL and not path.exists():
         return _of_recall()
@@ -397,7 +413,7 @@ def _part(
     remarks = list(corpus.remarks)
     if tokenizer is not None:
         remarks.append(remark_on_ends(corpus, tokenizer, path, init_from))
-    part = _of_corpus(corpus, flags, is_bytes=tokenizer is None)
+    part = _of_corpus(corpus, flags, is_bytes=tokenizer is None, multiple=multiple)
     return dataclasses.replace(part, remark="\n".join(filter(None, remarks)))
 
 
@@ -413,11 +429,13 @@ def _of_text(text: Text) -> Part:
     )
 
 
-def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool) -> Part:
+def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool, multiple: int) -> Part:
+    fitting = partial(fit, long_examples=flags.long_examples, multiple=multiple)
+
     def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, str]:
-        (train, some), (test, others) = (
-            fit(each, seq, flags.long_examples) for each in (corpus.train, corpus.test)
-        )
+        if flags.long_examples == "refuse":
+            fitting(corpus.documents, seq)  # of both, so that one --seq holds them all
+        (train, some), (test, others) = (fitting(each, seq) for each in (corpus.train, corpus.test))
         make = partial(
             PackedRows, seq=seq, vocab_size=vocab_size, max_documents=flags.max_documents
         )
@@ -427,7 +445,7 @@ def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool) -> Part:
 
     train, test = corpus.train, corpus.test
     if flags.long_examples == "drop":  # what is left out is not counted
-        train, test = (fit(each, flags.seq, "drop")[0] for each in (train, test))
+        train, test = (fitting(each, flags.seq)[0] for each in (train, test))
     before = test.before_learned(0)
     held_out = test.tokens_of(0)[: before or None]
     of_data = (train.num_tokens, test.num_tokens), train.learned_tokens(), held_out

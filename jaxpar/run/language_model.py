@@ -253,6 +253,25 @@ def with_documents(
     return replace(config, max_documents=found)
 
 
+def check_pipeline(
+    stage: int, schedule: str, num_chunks: int | None, layers: Sequence[int] | None
+) -> None:
+    """Raises where the flags of a pipeline have no effect, or its schedule is none.
+
+    Args:
+        stage: The stages of the mesh; -1: not known yet.
+        schedule: The --schedule.
+        num_chunks: The --num-chunks.
+        layers: The --layers-per-virtual-stage.
+    """
+    if stage == 1 and (num_chunks or layers):
+        raise ValueError(
+            "--num-chunks and --layers-per-virtual-stage apply to pipelines; got one of them with --mesh.stage 1. "
+            "Leave it out, or choose --mesh.stage 2 or more."
+        )
+    make_schedule(schedule, max(stage, 1), 1, num_chunks)
+
+
 def check_mesh(
     flags: ModelFlags,
     lora_flags: LoraFlags,
@@ -263,11 +282,7 @@ def check_mesh(
     layers: Sequence[int] | None,
 ) -> None:
     """Raises where a mesh cannot split the model that the flags ask for, before its data are read."""
-    if mesh.shape["stage"] == 1 and (num_chunks or layers):
-        raise ValueError(
-            "--num-chunks and --layers-per-virtual-stage apply to pipelines; got one of them with --mesh.stage 1. "
-            "Leave it out, or choose --mesh.stage 2 or more."
-        )
+    check_pipeline(mesh.shape["stage"], schedule, num_chunks, layers)
     config = config_of_flags(flags, seq)[0].for_tensor(mesh.shape["tensor"])
     transformer.check_products(config)
     if config.products == "fp8" and are_gpus(mesh):

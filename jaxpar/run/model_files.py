@@ -3,7 +3,6 @@
 import shlex
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,26 +14,20 @@ from jaxtyping import PyTree
 
 import jaxpar
 from jaxpar.data.checksums import checksum_of_files
-from jaxpar.huggingface import export
-from jaxpar.huggingface.export import check_is_of, dtype_of
-from jaxpar.huggingface.finite import OutOfRangeError
-from jaxpar.huggingface.folder import read_json, write_json
-from jaxpar.huggingface.from_codes import has_codes, layer_by_layer
+from jaxpar.huggingface.export import check_is_of
+from jaxpar.huggingface.from_codes import has_codes
 from jaxpar.layered_model import open_packed
 from jaxpar.models import lora
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.params import count_params
 from jaxpar.pipeline import LayerLayout
-from jaxpar.run.flags import CommonFlags
 from jaxpar.run.language_model import ModelFlags
 from jaxpar.run.messages import say
-from jaxpar.runtime.coordination import check_agreement, exchange
+from jaxpar.runtime.coordination import check_agreement
 from jaxpar.step.optimizer_state import Optimizer
 from jaxpar.trainable import trained_part
 
 CHECKED_BYTES = 2**20  # at each end of a file
-MARK = "save_hf.json"  # in the folder of a run: where it began to write its model
-PART_OF_SAFETENSORS = ".tmp"  # begins the name under which the library writes a file
 
 
 def check_origin(flags: Any, saved: Mapping[str, Any]) -> None:
@@ -163,124 +156,6 @@ def save_adapters(
     base = None if flags.init_from is None else str(flags.init_from)
     jaxpar.huggingface.write_adapters(folder, config, params, base=base)
     say(f"written: {folder}/, adapters for peft")
-
-
-def check_save_folder(folder: Path, flags: CommonFlags) -> None:
-    """Raises ValueError if the folder of --save-hf has a model, but for that of a run that was killed while it wrote it.
-
-    A run notes in its own folder that it begins to write (``begin_to_save``), and is then resumed with as many steps.
-    """
-    if not _is_begun(folder, flags):
-        jaxpar.huggingface.check_no_model(folder)
-
-
-def begin_to_save(folder: Path, flags: CommonFlags) -> None:
-    """Notes in the run's folder that the model is written now, and removes what is left of one that a killed run began."""
-    if jax.process_index() != 0:
-        return
-    if _read_mark(flags.out_dir) == _mark(folder, flags) and folder.is_dir():
-        for path in folder.iterdir():
-            if export.is_of_model(path.name) or path.name.startswith(PART_OF_SAFETENSORS):
-                path.unlink()
-    write_json(flags.out_dir / MARK, _mark(folder, flags))
-
-
-def _is_begun(folder: Path, flags: CommonFlags) -> bool:
-    """Returns whether a run that goes on has begun to write its model; every process must call it."""
-    is_begun = flags.resume and _read_mark(flags.out_dir) == _mark(folder, flags)
-    return exchange("model that was begun", is_begun)[0]  # of the first process, which writes
-
-
-def _mark(folder: Path, flags: CommonFlags) -> dict[str, Any]:
-    return {"folder": str(folder.resolve()), "steps": flags.steps}
-
-
-def _read_mark(out_dir: Path) -> dict[str, Any] | None:
-    return read_json(out_dir / MARK) if (out_dir / MARK).exists() else None
-
-
-def check_room(
-    folder: Path, config: TransformerConfig, flags: CommonFlags, *, described_by: Path | None
-) -> None:
-    """Raises OSError if the disk of a folder has no room for the model that ``save_model`` would write there.
-
-    What a killed run has written there takes room until ``begin_to_save`` removes it.
-    """
-    if not _is_begun(folder, flags):
-        dtype = None if described_by is None else dtype_of(described_by)
-        export.check_room(folder, config, dtype or "float32")
-
-
-def save_model(
-    folder: Path,
-    config: TransformerConfig,
-    params: PyTree,
-    *,
-    described_by: Path,
-    keep: Callable[[], None] = lambda: None,
-) -> None:
-    """Writes the model as transformers reads it, with the description in another folder.
-
-    Its dtype is that of the description, or float32 if a weight is too large for that one: params may be nowhere else.
-
-    Args:
-        folder: Where it is written.
-        config: The model.
-        params: Its params.
-        described_by: The folder with its description.
-        keep: Called where the disk takes no model, before the error is raised: saves the params elsewhere.
-    """
-    try:
-        _save_model(folder, config, params, described_by)
-    except OSError as error:
-        # In a run of several processes the first one writes, and all know in advance that there is no room.
-        if isinstance(error, export.NoRoomError) or jax.process_count() == 1:
-            keep()
-        raise
-
-
-def save_model_at_least(
-    folder: Path,
-    config: TransformerConfig,
-    params: PyTree,
-    *,
-    described_by: Path,
-    flags: CommonFlags,
-) -> None:
-    """Writes the model of a run whose last checkpoint could not be saved; says why, if it cannot be written either.
-
-    Args:
-        folder: As for ``save_model``, as are the next three.
-        config: Likewise.
-        params: Likewise.
-        described_by: Likewise.
-        flags: As for ``begin_to_save``.
-    """
-    if jax.process_count() > 1:
-        say(
-            f"nor is there a model in {folder}: several processes write none once a save has failed"
-        )
-        return
-    try:
-        with suppress(
-            OSError
-        ):  # the disk of the run's folder is full, and that of the model may not be
-            begin_to_save(folder, flags)
-        _save_model(folder, config, params, described_by)
-    except (OSError, ValueError) as error:
-        say(f"nor could the model be written in {folder}: {error}")
-
-
-def _save_model(
-    folder: Path, config: TransformerConfig, params: PyTree, described_by: Path
-) -> None:
-    params, remark = layer_by_layer(params) if has_codes(params) else merged(params), ""
-    try:
-        jaxpar.huggingface.write_model(folder, config, params, source=described_by)
-    except OutOfRangeError as error:
-        remark = f", as float32: {error}"
-        jaxpar.huggingface.write_model(folder, config, params, source=described_by, dtype="float32")
-    say(f"written: {folder}/, a model for transformers{remark}")
 
 
 def merged(params: PyTree) -> PyTree:

@@ -99,14 +99,19 @@ class Lease:
     Args:
         folder: The folder of the run. Created if needed, as are those above it, and removed at the end if nothing else was
             written to it.
+        remedy: What to do where another process holds it; None: as for the folder of a run.
+        is_kept: Whether the lease stays in the folder after it was released, for those who ask whether the run still runs.
 
     Attributes:
         lost: A message that names the run which took the folder from this process; empty if it was not lost.
         when_lost: Called once when it is lost, possibly from another thread.
     """
 
-    def __init__(self, folder: Path | str) -> None:
+    def __init__(
+        self, folder: Path | str, *, remedy: str | None = None, is_kept: bool = True
+    ) -> None:
         self.folder = Path(folder).absolute()
+        self._remedy, self._is_kept = remedy, is_kept
         self._files = self.folder / NAME
         self.lost = ""
         self.when_lost: Callable[[], None] = lambda: None
@@ -154,9 +159,10 @@ class Lease:
                 if self._create(number + 1):
                     return
             elif now - begun >= PATIENCE_SECONDS and (is_here or has_beaten):
+                wait = f"Wait until it ends, stop it, or give another folder ({arg('out_dir')})."
                 raise HeldError(
                     f"one run at a time may write to a folder; got {self.folder}, which is held by {named or UNREADABLE}. "
-                    f"Wait until it ends, stop it, or give another folder ({arg('out_dir')})."
+                    f"{self._remedy or wait}"
                 )
             else:
                 if quiet_since == now and not has_beaten:
@@ -173,11 +179,12 @@ class Lease:
             with contextlib.suppress(OSError):
                 if self._me is not None and not self.lost and self._is_mine():
                     self._write(replace(self._me, released=True))
-                    if os.listdir(self.folder) == [NAME]:
+                    is_empty = os.listdir(self.folder) == [NAME]
+                    if is_empty or not self._is_kept:
                         self._path(self._number).unlink()
                         self._files.rmdir()
-                        for made in self._made:
-                            made.rmdir()
+                    for made in self._made if is_empty else ():
+                        made.rmdir()
             self._me = None
 
     def check(self) -> None:
@@ -295,7 +302,7 @@ def released_at_end() -> Iterator[None]:
     try:
         yield
     finally:
-        for lease in tuple(_taken):
+        for lease in reversed(tuple(_taken)):  # a folder inside of another one is taken after it
             lease.release()
 
 

@@ -1,10 +1,11 @@
-"""The field ``logprobs`` of a completion: how likely the tokens of a prompt and its answer are, in the form of OpenAI's API.
+r"""The field ``logprobs`` of a completion: how likely the tokens of a prompt and its answer are, in the form of OpenAI's API.
 
     {"tokens": ["def", " f"], "token_logprobs": [null, -2.3], "top_logprobs": [null, {" f": -2.3, " main": -1.9}],
      "text_offset": [0, 3]}
 
 Nothing is known of the first token of a prompt. The likeliest tokens of a place are named by their text, with the token that is
-there; of two with one text the likelier is kept. Special tokens are named too. An offset is where the text of a token begins in
+there; of two with one text the likelier is kept. A token that has a part of a character alone is named by its bytes, such as
+bytes:\xe6\x97. Special tokens are named too. An offset is where the text of a token begins in
 the text of the completion; a token that the text does not show, such as one that ends it, has that of the next.
 """
 
@@ -77,6 +78,7 @@ def logprobs(
         echo: The prompt, where the text begins with it.
     """
     text = cache(lambda token: tokenizer.decode(np.array([token], np.int64), special=True))
+    name = cache(lambda token: _name(text(token), tokenizer.bytes_of(token)))
     stream, at = TextStream(tokenizer, row[:num_prompt]), len(echo.text) if echo else 0
     answer = _offsets(stream, [(token, text(token)) for token in row[num_prompt:]], at)
     offsets = [*(echo.offsets if echo else ()), *answer]
@@ -88,14 +90,24 @@ def logprobs(
     }
     for at in range(0 if echo else num_prompt, len(row)):
         own = float(scores.log_probs[at])
-        top = {text(row[at]): own}
+        top = {name(row[at]): own}
         for token, value in zip(scores.top[at][:num_top], scores.top_log_probs[at], strict=False):
-            top[text(int(token))] = max(float(value), top.get(text(int(token)), float(value)))
+            named = name(int(token))
+            top[named] = max(float(value), top.get(named, float(value)))
         is_first = at == 0
-        found["tokens"].append(text(row[at]))
+        found["tokens"].append(name(row[at]))
         found["token_logprobs"].append(None if is_first else own)
         found["top_logprobs"].append(None if is_first else top)
     return found
+
+
+def _name(text: str, own: bytes) -> str:
+    """Returns a token's text, or its bytes in the form of OpenAI's API where they are no whole characters."""
+    try:
+        own.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
+    return text
 
 
 def _offsets(stream: TextStream, tokens: Sequence[tuple[int, str]], at: int) -> list[int]:
