@@ -187,8 +187,8 @@ def _in_backward(
     What these layers ``stored``, in bytes of each, is free.
     """
     one_layer = analysis.again_bytes if choice.remat is True else analysis.one_layer_bytes
-    in_use = analysis.layer.shapes(analysis.split.values["params"])
-    counted = num_bytes(in_use[i] for i in at_rest.trained_layers)  # by the op, as it computes them
+    # By the op, as it computes them.
+    counted = num_bytes(analysis.in_use[i] for i in at_rest.trained_layers)
     own = sum(_summed_one(at_rest))
     return one_layer - counted + waiting * (own - stored)
 
@@ -347,10 +347,9 @@ def _cast_layers(choice: Choice, analysis: Analysis, at_rest: AtRest, positions:
 
     Under ZeRO 3 these are shards, and the shard of one layer is sliced out of them to be gathered.
     """
-    in_use = analysis.layer.shapes(analysis.split.values["params"])
     shards = at_rest.step.zero[LAYERS].of_params
     once, total = positions - num_cast_again(choice, analysis), 0
-    for own, new, shard in zip(at_rest.one_layer, in_use, shards, strict=True):
+    for own, new, shard in zip(at_rest.one_layer, analysis.in_use, shards, strict=True):
         times = (once if new.dtype != own.dtype else 0) + shard.is_param
         parts = choice.parts(shard.axes) if shard.is_param else 1
         total += times * num_bytes([new]) // parts
@@ -359,9 +358,8 @@ def _cast_layers(choice: Choice, analysis: Analysis, at_rest: AtRest, positions:
 
 def _gathered_layer(analysis: Analysis, at_rest: AtRest) -> int:
     """The params of a layer that are gathered (ZeRO 3), for it or ahead of the next one."""
-    in_use = analysis.layer.shapes(analysis.split.values["params"])
     shards = at_rest.step.zero[LAYERS].of_params
-    pairs = zip(in_use, shards, strict=True)
+    pairs = zip(analysis.in_use, shards, strict=True)
     return num_bytes(leaf for leaf, shard in pairs if shard.is_param)
 
 

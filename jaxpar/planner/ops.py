@@ -1,5 +1,6 @@
 """The ops of a layer, and of the head, for one microbatch on one device: their work."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -91,7 +92,8 @@ class Analysis:
         self.ends = ends.ends
         self._end_graphs = ends.graphs
         split = self.split = self._traced.split(remat == "dots", shards)
-        self.layer: Partition = shards.partition(split.graph, split.values["params"], rules=RULES)
+        params = split.values["params"]
+        self.layer: Partition = shards.partition(split.graph, params, rules=RULES)
         check_trips(self.layer)
         self.x: list[Any] = []  # an activation between two layers, on a device
         for leaf, value in zip(jax.tree.leaves(ends.x), split.values["y"], strict=True):
@@ -102,12 +104,16 @@ class Analysis:
                 "stores scores. Choose planned_attention, by flag --attention flash."
             )
 
+    @cached_property
+    def in_use(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of the params of one layer on a device, in the dtypes of the computation."""
+        return self.layer.shapes(self.split.values["params"])
+
     @property
     def cast_bytes(self) -> tuple[int, int]:
         """The bytes that are read, and written, to cast the params of a layer to the dtype of the computation."""
-        in_use = self.layer.shapes(self.split.values["params"])
         given = jax.tree.leaves(self.shape.params[LAYERS])
-        pairs = zip(in_use, given, strict=True)
+        pairs = zip(self.in_use, given, strict=True)
         cast = [(new, own) for new, own in pairs if new.dtype != own.dtype]
         read = sum(new.size * own.dtype.itemsize for new, own in cast)
         return read, num_bytes(new for new, _ in cast)
@@ -115,9 +121,8 @@ class Analysis:
     @property
     def trained_params(self) -> list[Any]:
         """The shapes of the params of one layer on a device that are trained."""
-        in_use = self.layer.shapes(self.split.values["params"])
         frozen = self.shape.frozen(self.shape.params)
-        return [in_use[i] for i in trained_indices(frozen[LAYERS])]
+        return [self.in_use[i] for i in trained_indices(frozen[LAYERS])]
 
     @property
     def head_grads(self) -> list[Any]:
@@ -151,7 +156,8 @@ class Analysis:
     @cached_property
     def again_bytes(self) -> int:
         """The same while one layer runs forward again and then backward, and stores nothing between the two."""
-        return peak_of_kernels(self.layer.graph, *self.split.plans["again"]) + self._gathered_bytes
+        again = self.split.plans["again"]
+        return peak_of_kernels(self.layer.graph, *again) + self._gathered_bytes
 
     @cached_property
     def backward_bytes(self) -> int:
@@ -175,8 +181,7 @@ class Analysis:
                 reads.update(node.inputs)
         kept = {_viewed(graph, i) for i in reads - backward} - params - set(graph.constants)
         nodes = graph.needed(values["dx"], [*kept, *ct, *params])
-        of_params = num_bytes(self.layer.shapes(values["params"]))
-        return of_params + peak_of_kernels(graph, nodes, [*kept, *ct], values["dx"])
+        return num_bytes(self.in_use) + peak_of_kernels(graph, nodes, [*kept, *ct], values["dx"])
 
     @property
     def _gathered_bytes(self) -> int:
@@ -215,8 +220,9 @@ class Analysis:
             moved = sum(each.payload_bytes for each in sent if each.kind != "all-reduce")
             kernels = replace(kernels, num_bytes=kernels.num_bytes + 2 * moved)
         if kernels.grouped:
-            rows = sum(2 * each.pairs * each.depth * each.columns for each in kernels.grouped)
-            flops += round(rows * self.own_share)
+            sizes = ((each.pairs, each.depth, each.columns) for each in kernels.grouped)
+            of_rows = 2 * sum(map(math.prod, sizes))
+            flops += round(of_rows * self.own_share)
         if self.data > 1:
             # Larger than the activations that layers read and write.
             leaves = jax.tree.leaves(self._traced.ends.x)

@@ -172,9 +172,9 @@ class Prices:
         """Adds what copies the params of a layer out of their stacks or casts them, and adds gradients to sums."""
         analysis, rate = self._analysis, memory_rate(self.cluster)
         if self.choice.runs_pipeline and not self.ideal:
-            params = analysis.layer.shapes(analysis.split.values["params"])
             for op, work in works.items():
-                self.computing[op] += 2 * num_bytes(params[i] for i in work.reads) / rate
+                read = num_bytes(analysis.in_use[i] for i in work.reads)
+                self.computing[op] += 2 * read / rate
         if not self.ideal:
             share = num_cast_again(self.choice, analysis) / analysis.shape.num_layers
             for op in ("F", "B"):

@@ -150,7 +150,7 @@ def _of_layers(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[
     """Yields what ZeRO moves for each layer and microbatch: sums of gradients, and params where an op reads them."""
     times = choice.num_microbatches * layers_of_a_stage(choice, analysis.shape.num_layers)
     works = layer_works(choice, analysis).values()
-    as_read = analysis.layer.shapes(analysis.split.values["params"])
+    as_read = analysis.in_use
     shards = at_rest.step.zero[LAYERS].of_params
     leaves = zip(at_rest.one_layer, as_read, shards, strict=True)
     for index, (leaf, read, shard) in enumerate(leaves):

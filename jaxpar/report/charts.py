@@ -198,8 +198,10 @@ def _order(devices: list[Mapping[str, int]]) -> str:
     """Returns how devices are numbered, from their places on the mesh."""
     steps = {axis: [place[axis] for place in devices] for axis in devices[0]}
     used = [axis for axis, at in steps.items() if any(at)]
-    if len(used) < 2:
-        return f"one for each index of {used[0]}" if used else "one is all"
+    if not used:
+        return "one is all"
+    if len(used) == 1:
+        return f"one for each index of {used[0]}"
     # The sooner the first device with another index comes, the faster the axis varies.
     fastest, *others = sorted(used, key=lambda axis: steps[axis].index(1))
     return f"{fastest} varies fastest, then {', then '.join(others)}"

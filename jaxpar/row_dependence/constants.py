@@ -40,6 +40,11 @@ def _is_one_number(array: np.ndarray) -> bool:
     return bool(np.all(is_first | are_nan))
 
 
+def _counts(array: np.ndarray) -> bool:
+    """Whether an array is the index of each of its elements."""
+    return np.array_equal(array, np.arange(array.size))
+
+
 def _of_array(few: np.ndarray, many: np.ndarray) -> Value:
     """Returns the value of an array, of the same for any number of rows or of one made from it."""
     is_real = jnp.issubdtype(few.dtype, jnp.floating) or few.dtype.kind in "biu"
@@ -47,8 +52,7 @@ def _of_array(few: np.ndarray, many: np.ndarray) -> Value:
         first, second = few.flat[0], many.flat[0]
         return of_number(float(first), float(second))
     if few.shape != many.shape:
-        counts = all(np.array_equal(each, np.arange(each.size)) for each in (few, many))
-        return Value(place=Place.INDEX if counts else Place.OTHER)
+        return Value(place=Place.INDEX if all(map(_counts, (few, many))) else Place.OTHER)
     has_nan = few.dtype.kind in "fc"
     is_same = np.array_equal(few, many, equal_nan=has_nan)
     return Value(growth=1.0 if is_same else None)

@@ -51,7 +51,8 @@ def check_same_traces(first: Sequence[Any], second: Sequence[Any]) -> None:
             _refuse("operations", one, other)
         if its_settings != others:
             _refuse(f"settings of {one}", *_apart(its_settings, others))
-    if len({len(each) for each in numbers}) > 1:
+    counts = {len(each) for each in numbers}
+    if len(counts) > 1:
         _refuse("numbers")
 
 
