@@ -96,8 +96,10 @@ class Analysis:
         self.layer: Partition = shards.partition(split.graph, params, rules=RULES)
         check_trips(self.layer)
         self.x: list[Any] = []  # an activation between two layers, on a device
-        for leaf, value in zip(jax.tree.leaves(ends.x), split.values["y"], strict=True):
-            self.x.append(shard_shape(leaf, self.layer.cuts.get(value), tensor))
+        pairs = zip(jax.tree.leaves(ends.x), split.values["y"], strict=True)
+        for leaf, value in pairs:
+            cut = self.layer.cuts.get(value)
+            self.x.append(shard_shape(leaf, cut, tensor))
         if context > 1 and not any(node.name == FORWARD for node in self.layer.graph.nodes):
             raise ValueError(
                 f"sequences over context are planned with fused attention; got {arg(context=context)} and attention that "
@@ -274,8 +276,9 @@ class Analysis:
         graph = self._head[0].graph
         own, _ = self._added_in_op
         products = {node.outputs[0]: node for node in graph.nodes if node.name == "dot_general"}
+        pairs = zip(own, self.head_grads, strict=True)
         total = 0
-        for grad, like in zip(own, self.head_grads, strict=True):
+        for grad, like in pairs:
             product = products.get(_viewed(graph, grad))
             total += sum(map(graph.num_bytes, product.inputs)) if product else num_bytes([like])
         return total
@@ -301,8 +304,9 @@ class Analysis:
         """The work of a stage that shares the head, if it is a sum over rows or positions (``executor.py``); else None."""
         if choice.num_chunks >= choice.stage or PLACEMENT[choice.schedule] != "loop":
             return None
-        is_split = any(self.layer.cuts.get(value) == 1 for value in self.split.values["y"])
-        part = self._traced.part_of_head(choice.stage, self.tensor if is_split else 1)
+        cuts = [self.layer.cuts.get(value) for value in self.split.values["y"]]
+        shards = self.tensor if 1 in cuts else 1
+        part = self._traced.part_of_head(choice.stage, shards)
         if choice.stage not in self._parts:
             self._parts[choice.stage] = self._work_of_end(*part) if part else None
         return self._parts[choice.stage]

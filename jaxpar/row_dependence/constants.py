@@ -52,7 +52,8 @@ def _of_array(few: np.ndarray, many: np.ndarray) -> Value:
         first, second = few.flat[0], many.flat[0]
         return of_number(float(first), float(second))
     if few.shape != many.shape:
-        return Value(place=Place.INDEX if all(map(_counts, (few, many))) else Place.OTHER)
+        both_count = _counts(few) and _counts(many)
+        return Value(place=Place.INDEX if both_count else Place.OTHER)
     has_nan = few.dtype.kind in "fc"
     is_same = np.array_equal(few, many, equal_nan=has_nan)
     return Value(growth=1.0 if is_same else None)
