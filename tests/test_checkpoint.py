@@ -212,6 +212,28 @@ def test_the_newest_some_between_and_the_best_are_kept(tmp_path, keep, left):
     assert manager.steps() == left
 
 
+def test_metrics_of_any_kind_of_number_are_kept_as_floats_that_are_read_again(tmp_path):
+    mesh = jaxpar.make_mesh()
+    manager = jaxpar.CheckpointManager(tmp_path, mesh, keep_best="clipped")
+    given = {
+        "clipped": jnp.bool_(True),
+        "good": True,
+        "rows": np.int64(3),
+        "wide": np.longdouble(2),
+    }
+    manager.save(at_step(make_state(mesh), 3), metrics=given)
+    assert manager.manifest(3).metrics == {"clipped": 1.0, "good": 1.0, "rows": 3.0, "wide": 2.0}
+    assert manager.steps() == (3,)
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path):
+    mesh = jaxpar.make_mesh()
+    manager = jaxpar.CheckpointManager(tmp_path, mesh)
+    with pytest.raises(ValueError, match=r"samples of manifest.json must be"):
+        manager.save(at_step(make_state(mesh), 3), samples=-1)
+    assert manager.steps() == ()
+
+
 def test_a_checkpoint_says_of_what_run_it_is(tmp_path):
     mesh = jaxpar.make_mesh(data=2, tensor=2)
     manager = jaxpar.CheckpointManager(tmp_path, mesh)

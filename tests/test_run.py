@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import types
+from enum import Enum
 from pathlib import Path
 
 import jax
@@ -302,6 +303,35 @@ def test_a_setting_that_no_other_process_could_have_is_refused(tmp_path):
         )
     with pytest.raises(TypeError, match=r"a setting must be a number, .* compares; got w="):
         Run(BasicFlags.of(out_dir=tmp_path), jaxpar.make_mesh(), {"w": np.arange(5000)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Weighted:
+    weights: object
+    rate: float = 0.1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Weighted(np.ones(3)),
+        lambda: {"data": [Weighted(jnp.ones(3))]},
+        lambda: np.random.default_rng(0),
+        lambda: np.random.RandomState(0),
+        lambda: jax.random.key(0),
+    ],
+)
+def test_a_setting_whose_text_leaves_out_what_it_holds_is_refused(tmp_path, make):
+    with pytest.raises(TypeError, match=r"a setting must be a number, .* compares; got w="):
+        Run(BasicFlags.of(out_dir=tmp_path), jaxpar.make_mesh(), {"w": make()})
+
+
+def test_settings_of_plain_values_are_taken_in_dataclasses_and_enums_too(tmp_path):
+    kind = Enum("kind", "ONE TWO")
+    taken = {"a": Weighted((1.0, None)), "b": kind.ONE, "c": jnp.float32, "d": np.dtype("int8")}
+    more = {"e": Path("a"), "f": types.SimpleNamespace(x=1), "g": float, "h": jnp.float32(2)}
+    with Run(BasicFlags.of(out_dir=tmp_path), jaxpar.make_mesh(), taken | more) as run:
+        assert run.out_dir == tmp_path
 
 
 def test_a_misspelt_flag_of_a_script_is_named():

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpar.checkpoint.folder import Folder, Keep
-from jaxpar.checkpoint.manifest import Manifest, plain_json
+from jaxpar.checkpoint.manifest import Manifest, parse_manifest, plain_json
 from jaxpar.checkpoint.restore import (
     BadCheckpointError,
     check_arrays_match,
@@ -182,13 +182,14 @@ class CheckpointManager(Saver):
             num_processes=jax.process_count(),
             versions=versions(),
             metrics={
-                name: np.asarray(value).item()
+                name: float(np.asarray(value).item())
                 for name, value in fetch(dict(metrics or {})).items()
                 if np.isfinite(value)
             },
             saved_at=time.time(),
             arrays=array_records(state, step, self.mesh),
         )
+        parse_manifest(manifest.render().encode())  # what could not be read again is not written
         self._start(state, manifest)
         return step
 

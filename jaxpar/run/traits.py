@@ -9,12 +9,15 @@ What differs is printed, not refused, since a schedule may follow from the numbe
 model and the loss are compared by the settings of a run alone: a run without any is told so.
 """
 
+import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -42,23 +45,48 @@ REMEDY = (
 def _check_settings(settings: Mapping[str, Any]) -> None:
     """Raises TypeError for a setting that cannot be compared by its text.
 
-    The text of an object has its address, which differs between processes; that of a long array leaves out the middle.
+    The text of an object has its address, which differs between processes, or nothing of what it holds, as a generator of
+    random numbers has; that of a long array leaves out the middle.
     """
-    if nan := [name for name, value in settings.items() if _has_nan(value)]:
-        raise ValueError(
-            f"a setting must be equal to itself, by which a run that resumes compares it; got {', '.join(nan)} with nan. Give "
-            "None, or the number that was meant."
-        )
-    is_cut = lambda value: isinstance(value, (np.ndarray, jax.Array)) and value.ndim > 0
-    is_object = lambda value: re.search(r" at 0x[0-9a-f]+>", str(value)) is not None
     if wrong := {
-        name: value for name, value in settings.items() if is_object(value) or is_cut(value)
+        name: value
+        for name, value in settings.items()
+        if not all(map(_is_told_by_text, _parts(value)))
     }:
         raise TypeError(
             "a setting must be a number, a text, or a list or dict of these, which a run that resumes compares; got "
             f"{', '.join(f'{name}={brief(str(value))}' for name, value in wrong.items())}. Give its name, such as "
             f"{next(iter(wrong))}={getattr(next(iter(wrong.values())), '__name__', 'cosine')!r}, or a checksum."
         )
+    if nan := [name for name, value in settings.items() if _has_nan(value)]:
+        raise ValueError(
+            f"a setting must be equal to itself, by which a run that resumes compares it; got {', '.join(nan)} with nan. Give "
+            "None, or the number that was meant."
+        )
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yields what a setting holds, in dicts, lists and dataclasses."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        for each in value:
+            yield from _parts(each)
+    else:
+        yield value
+
+
+def _is_told_by_text(value: Any) -> bool:
+    """Whether values of this kind that differ have other texts, in any process."""
+    if isinstance(value, (np.ndarray, jax.Array)):
+        is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended)
+        return value.ndim == 0 and not is_key
+    # One whose kind is compared by identity alone may have the text of its kind.
+    has_value = value is None or isinstance(value, (type, Enum))
+    has_value |= type(value).__eq__ is not object.__eq__
+    return has_value and re.search(r" at 0x[0-9a-fA-F]+>", str(value)) is None
 
 
 def _has_nan(value: Any) -> bool:
