@@ -1171,6 +1171,19 @@ def test_a_model_that_is_traced_with_other_numbers_each_time_is_told_so_and_not_
         jax.eval_shape(jaxpar.value_and_grad(model, loss, mesh), {"w": jnp.ones((1, 1))}, batch)
 
 
+@pytest.mark.parametrize("of_loss", [False, True])
+def test_an_array_of_all_rows_that_a_function_closes_over_is_told_to_belong_into_the_batch(of_loss):
+    of_rows = np.ones((8, 1), np.float32)
+    mesh = jaxpar.make_mesh(data=2, devices=jax.devices()[:2])
+    model = lambda params, batch: batch["x"] * params["w"] + (0 if of_loss else of_rows)
+    loss = lambda o, batch: (jnp.sum(o * (of_rows if of_loss else 1)), jnp.float32(len(o)))
+    step = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2)
+    with pytest.raises((TypeError, ValueError), match="ncompatible shapes") as raised:
+        jax.eval_shape(step, {"w": jnp.ones((1, 1))}, {"x": of_rows})
+    (note,) = raised.value.__notes__[:1]
+    assert "one of the 4 parts of a batch" in note
+
+
 COUNTED = {
     "a key": (
         lambda h, n: h * jax.random.bernoulli(jax.random.key(n), 0.7, (1, 2)),

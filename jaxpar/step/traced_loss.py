@@ -21,7 +21,7 @@ from jaxpar.data_parallel import accumulate, microbatch_shapes
 from jaxpar.fields import arg
 from jaxpar.layered_model import LayeredModel
 from jaxpar.loss_sums import totals_of, value_of
-from jaxpar.mesh import CONTEXT, MANUAL, TENSOR, entry_axes, shown_sizes
+from jaxpar.mesh import CONTEXT, MANUAL, TENSOR, entry_axes, num_replicas, shown_sizes
 from jaxpar.pipeline.control_flow import is_maskable
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.sharding import path_string
@@ -111,9 +111,9 @@ def trace_loss(
     forward = model.apply if isinstance(model, LayeredModel) else model
 
     def of_part() -> TracedLoss:
-        with _parts_of_sequences_told(mesh):
+        with _parts_told(mesh, num_replicas(mesh) * num_microbatches):
             traced, outputs = jax.make_jaxpr(forward, return_shape=True)(params, microbatch)
-        of_loss = jax.make_jaxpr(loss)(outputs, microbatch)
+            of_loss = jax.make_jaxpr(loss)(outputs, microbatch)
         # JAX would not trace the same functions again.
         forward_again, loss_again = (lambda *given: forward(*given)), (lambda *given: loss(*given))
         again = (
@@ -165,12 +165,19 @@ def trace_loss(
 
 
 @contextmanager
-def _parts_of_sequences_told(mesh: Mesh) -> Iterator[None]:
-    """Adds to JAX's error about shapes that a device has a part of each sequence, if the mesh splits them."""
+def _parts_told(mesh: Mesh, num_parts: int) -> Iterator[None]:
+    """Adds to JAX's error about shapes that model and loss are given a part of the rows, and of each sequence."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        if mesh.shape[CONTEXT] > 1 and "ncompatible shapes" in str(error):
+        if "ncompatible shapes" not in str(error):
+            raise
+        if num_parts > 1:
+            error.add_note(
+                f"Model and loss are given one of the {num_parts} parts of a batch at once, those of all microbatches and "
+                "replicas. An array of all rows that one of them closes over belongs into the batch."
+            )
+        if mesh.shape[CONTEXT] > 1:
             error.add_note(
                 f"With {arg(context=mesh.shape[CONTEXT])}, a device has some positions of each sequence. An array of all "
                 "positions, such as a table of them, is read at those of the device: "
