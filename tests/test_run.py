@@ -21,9 +21,10 @@ import pytest
 import jaxpar
 from jaxpar.fields import given_by
 from jaxpar.metrics import follow, read_metrics
+from jaxpar.metrics.log import MetricsLog
 from jaxpar.report import read_run, render_page
 from jaxpar.run import BasicFlags, ConfigError, Run, folder
-from jaxpar.run.call_order import CallOrderError
+from jaxpar.run.call_order import CallOrder, CallOrderError
 from jaxpar.run.early_stop import EarlyStop, check_best_is_saved
 from jaxpar.run.evaluation import say_best
 from jaxpar.run.learning_rate import remark_on_rate
@@ -362,6 +363,30 @@ def trained(flags, optimizer, num_rows=4, settings=None, steps=2):
             state, metrics = train_step(state, batch)
             run.log(step, state, metrics)
     return [line for line in said if "saved run" in line or "no step is left" in line]
+
+
+def test_a_step_is_timed_before_anything_waits_for_the_next_one(tmp_path, monkeypatch):
+    """The number of steps of a state is read where a checkpoint is due, and waits for the step that made it."""
+    events = []
+    flushed, checked = MetricsLog.flush, CallOrder.check_state
+
+    def flush(log):
+        if log._pending is not None:
+            events.append(("written", log._pending[0]))
+        flushed(log)
+
+    def check_state(order, step, done, say):
+        events.append(("waited for", step))
+        checked(order, step, done, say)
+
+    monkeypatch.setattr(MetricsLog, "flush", flush)
+    monkeypatch.setattr(CallOrder, "check_state", check_state)
+    trained(BasicFlags.of(out_dir=tmp_path, steps=4, checkpoint_every=2), optax.sgd(0.1))
+    assert [each for each in events if each[0] == "waited for"] == [
+        ("waited for", step) for step in (0, 1, 3)
+    ]
+    for step in (1, 3):
+        assert events.index(("written", step - 1)) < events.index(("waited for", step))
 
 
 def test_a_resume_tells_what_differs_from_the_saved_run_and_what_it_cannot_compare(tmp_path):
