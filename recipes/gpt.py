@@ -369,9 +369,19 @@ def remark_on_positions(config: Config, shape: transformer.TransformerConfig) ->
     """Returns what to say where rows are longer than the sequences that the model in --init-from was made for; else ""."""
     folder = config.recipe.init_from
     told = "" if folder is None else beyond_positions(shape, config.data.seq, folder, "--seq")
-    return (
-        told and f"{told}. A saved model keeps that number: raise it there to serve longer prompts"
-    )
+    scaling, most = shape.rope.scaling, shape.max_positions
+    advice = "raise it there to serve longer prompts"
+    if scaling is not None and scaling.kind == "dynamic":
+        advice = (
+            "it is served up to that length alone, since wavelengths are stretched from that number, "
+            "and with a larger one it would be another model"
+        )
+    elif scaling is not None and scaling.kind == "yarn" and scaling.original_positions == most:
+        advice = (
+            f'to serve longer prompts write "original_max_position_embeddings": {most} among its '
+            "rope parameters, from which wavelengths are stretched, and then raise it there"
+        )
+    return told and f"{told}. A saved model keeps that number: {advice}"
 
 
 def remark_on_rows_held_out(config: Config, saved: Mapping[str, Any]) -> str:

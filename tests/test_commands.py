@@ -370,10 +370,15 @@ def test_a_file_after_json_is_answered_with_how_to_write_one(given, capsys):
             ["--expert-buffer", "2"],
             "--expert-buffer is for a model with experts; got --expert-buffer 2.0 and llama-tiny.",
         ),
+        (
+            ["--model", "moe-bytes", "--experts", "tensor", "--expert-buffer", "2"],
+            "--expert-buffer applies to --experts data; got it with --experts tensor. Leave one",
+        ),
     ],
 )
 def test_settings_that_no_plan_can_have_are_refused_before_the_search(flags, said, capsys):
-    assert main(["plan", "--model", "llama-tiny", *flags]) == 2
+    model = [] if "--model" in flags else ["--model", "llama-tiny"]
+    assert main(["plan", *model, *flags]) == 2
     printed = capsys.readouterr()
     assert said in printed.err
     assert printed.out == ""

@@ -607,6 +607,10 @@ def test_text_fits_the_terminal(width):
         assert max(map(len, text.splitlines())) <= width, text
     shown = render(plans, width=width)
     assert all(f"{plan.step_seconds:.3g}" in shown for plan in plans)
+    header, *_ = shown.splitlines()
+    for plan in plans if width == 80 else ():
+        assert "zero" not in header
+        assert f"bubble {plan.bubble_fraction:.1%}, zero {plan.choice.zero}, " in shown
 
 
 @pytest.mark.parametrize(

@@ -455,6 +455,27 @@ def test_what_a_command_changes_and_plan_cannot_plan_is_told(
     )
 
 
+def test_a_planned_step_that_is_longer_than_the_limits_of_its_job_is_told_with_limits_that_do(
+    tmp_path, capsys
+):
+    def said(*flags, step, before=()):
+        given = planned(tmp_path, model="gpt2", dtype="bfloat16", step_seconds=step)
+        main([*given, *before, "recipes/gpt.py", *KEPT, *flags])
+        return capsys.readouterr().err
+
+    assert not said(step=80.5)
+    stop = "a run that is told to stop ends its step, of 174 s by the plan, and then saves: the 150 s that it has for both"
+    assert said(step=173.9) == f"{stop} are too few. Give --save-seconds 144, before the program\n"
+    assert not said(step=173.9, before=("--save-seconds", "144"))
+    slow = said(step=3166)
+    assert slow.startswith(
+        "a step of the plan takes 3,166 s, and a run is ended in one of more than --budget.step 600."
+    )
+    assert "--budget.step 9498\n" in slow
+    assert not said("--budget.step", "9498", step=3166, before=("--save-seconds", "3136"))
+    assert not said("--budget.step", "0", step=3166, before=("--save-seconds", "3136"))
+
+
 def test_a_folder_takes_the_place_of_the_model_of_a_plan(tmp_path, capsys):
     given = planned(tmp_path, model="qwen2.5-0.5b", dtype="bfloat16")
     main([*given, "recipes/gpt.py", "--init-from", "/checkpoints/qwen", *KEPT])

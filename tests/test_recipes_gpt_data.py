@@ -305,6 +305,14 @@ def test_rows_longer_than_the_positions_of_a_model_are_told():
         "A saved model keeps that number: raise it there to serve longer prompts"
     )
     assert of(most) == ""
+    for kind, said in (
+        ("dynamic", "served up to that length alone"),
+        ("yarn", f'write "original_max_position_embeddings": {most} among'),
+    ):
+        scaling = transformer.RopeScaling(kind=kind, factor=2.0, original_positions=most)
+        stretched = dataclasses.replace(shape, rope=transformer.Rope(scaling=scaling))
+        given = gpt.Config.of(init_from=LLAMA, seq=most + 1), stretched
+        assert said in gpt.remark_on_positions(*given), kind
     assert gpt.remark_on_positions(gpt.Config.of(seq=most + 1), shape) == "", (
         "of a model that begins with this run"
     )

@@ -40,6 +40,7 @@ from jaxpar.jobs.flags import (
     first_plan,
     plan_flags,
     plan_remarks,
+    slow_step_remarks,
     unused_flags,
 )
 from jaxpar.jobs.job import (
@@ -231,11 +232,14 @@ def make_job(flags: Flags, command: tuple[str, ...], given: Collection[str] = ()
     _tell(
         [*plan_remarks(plan, command), *model_remarks(plan.own_model, command)] if command else []
     )
-    return Job(
+    job = Job(
         command=(*command, *plan_flags(plan, command)) if of_recipe else command,
         **{axis: getattr(plan, axis) for axis in AXES},
         **settings,
     )
+    limits = {"grace_seconds": job.grace_seconds, "save_seconds": job.save_seconds}
+    _tell(slow_step_remarks(plan, command, **limits) if command else [])
+    return job
 
 
 def _nodes_of(plan: PlannedSettings, flags: Flags, given: Collection[str]) -> dict[str, Any]:

@@ -127,6 +127,11 @@ def _of_config(
             f"{arg('expert_buffer')} is for a model with experts; got {arg(expert_buffer=flags.expert_buffer)} and "
             f"{flags.model}. Leave it out."
         )
+    if flags.expert_buffer is not None and flags.experts == "tensor":
+        raise ValueError(
+            f"{arg('expert_buffer')} applies to {arg(experts='data')}; got it with {arg(experts='tensor')}. "
+            "Leave one of the two out."
+        )
     if flags.expert_buffer is not None:
         config = config.with_experts(buffer=flags.expert_buffer)
     rows: dict[str, Any] = {"seq": flags.seq, "sequence_parallel": flags.sequence_parallel}

@@ -23,7 +23,9 @@ from jaxpar.jobs.job import (
     is_recipe,
     mesh_of,
 )
+from jaxpar.jobs.workload import USUAL_GRACE
 from jaxpar.runtime.output import printable
+from jaxpar.runtime.watchdog import Budgets
 
 # The settings of a plan that are also flags of a recipe. A plan without model, seq and dtype is of a model that is no preset, a
 # folder's or one's own.
@@ -105,6 +107,7 @@ class PlannedSettings:
     remat: Literal[True, False, "dots"] = False
     experts: forms.Word | None = None
     expert_buffer: forms.Positive | None = None
+    step_seconds: forms.Positive | None = None
 
 
 def first_plan(found: Any) -> PlannedSettings:
@@ -196,6 +199,44 @@ def plan_remarks(plan: PlannedSettings, command: Sequence[str]) -> list[str]:
         f"{remedy}",
         *folder,
     ]
+
+
+def slow_step_remarks(
+    plan: PlannedSettings, command: Sequence[str], *, grace_seconds: float, save_seconds: float
+) -> list[str]:
+    """Returns a line for each time limit of a job that a planned step exceeds.
+
+    Args:
+        plan: The plan.
+        command: The program and its flags.
+        grace_seconds: From the signal to stop until the end.
+        save_seconds: How long a save takes.
+    """
+    step = plan.step_seconds
+    if step is None:
+        return []
+    lines = []
+    budget = flag_value(command, "--budget.step") or f"{Budgets.step:g}"
+    if is_recipe(command) and _is_below(budget, step):
+        lines.append(
+            f"a step of the plan takes {step:,.0f} s, and a run is ended in one of more than --budget.step "
+            f"{printable(budget)}. Give it such as --budget.step {math.ceil(3 * step)}"
+        )
+    if step + save_seconds > grace_seconds:
+        enough = math.ceil(step - USUAL_GRACE)  # the job then has twice that, and 30 s
+        lines.append(
+            f"a run that is told to stop ends its step, of {step:,.0f} s by the plan, and then saves: the "
+            f"{grace_seconds:,.0f} s that it has for both are too few. Give --save-seconds {enough}, before the program"
+        )
+    return lines
+
+
+def _is_below(text: str, number: float) -> bool:
+    """Whether a text is a limit below a number, 0 being none; what is no number is refused elsewhere."""
+    try:
+        return 0 < float(text) < number
+    except ValueError:
+        return False
 
 
 def _of_folder(plan: PlannedSettings, command: Sequence[str]) -> list[str]:

@@ -272,8 +272,8 @@ def render(plans: Sequence[Plan], *, width: int | None = None) -> str:
 
     Args:
         plans: The plans, the best first.
-        width: The columns of the terminal: reasons that do not fit beside the figures are put below them, and columns of lesser
-            importance are left out, which ``details`` has. None: as wide as it gets.
+        width: The columns of the terminal: reasons that do not fit beside the figures are put below them, after what columns
+            of lesser importance have if these do not fit either. None: as wide as it gets.
     """
     axes = [
         axis
@@ -287,13 +287,16 @@ def render(plans: Sequence[Plan], *, width: int | None = None) -> str:
     whole = table([[*row, why] for row, why in zip(rows, reasons, strict=True)])
     if width is None or max(map(len, whole.splitlines())) <= width:
         return whole
+    moved = [""] * len(plans)
     for name in _LEFT_OUT:
         if max(map(len, table(rows).splitlines())) <= width:
             break
         at = rows[0].index(name)
+        moved = [f"{told}{name} {row[at]}, " for told, row in zip(moved, rows[1:], strict=True)]
         rows = [[*row[:at], *row[at + 1 :]] for row in rows]
     header, rule, *lines = table(rows).splitlines()
-    below = [wrapped("   ", plan.why, width) for plan in plans]
+    texts = [f"{told}{plan.why}" for told, plan in zip(moved, plans, strict=True)]
+    below = [wrapped("   ", text.removesuffix(", "), width) for text in texts]
     pairs = zip(lines, below, strict=True)
     return "\n".join([header, rule, *(part for pair in pairs for part in pair if part.strip())])
 
