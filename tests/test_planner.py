@@ -1210,12 +1210,14 @@ def test_the_command_prints_a_table_or_a_list_for_programs(capsys, tmp_path, mon
         "gpt2, 0.1245 billion parameters, 64 rows of 1024 tokens a step, flash attention, on 1 x 8 h100"
     )
     assert "best: tensor=1, stage=1, data=8" in out
-    assert max(map(len, out.splitlines()[:-1])) <= 100, "but for the paths of pictures"
+    assert max(map(len, out.splitlines())) <= 100
     assert (tmp_path / "placement.svg").exists()
     assert (tmp_path / "memory.svg").exists()
     assert (tmp_path / "time.svg").exists()
-    assert main([*args, "--json", "--remat", "no"]) == 0
+    drawn = tmp_path / "of json"
+    assert main([*args, "--json", "--remat", "no", "--out-dir", str(drawn)]) == 0
     plans = json.loads(capsys.readouterr().out)
+    assert {each.name for each in drawn.iterdir()} == {each.name for each in tmp_path.glob("*.*")}
     assert len(plans) > 1
     assert plans[0] | {"data": 8, "stage": 1, "tensor": 1, "remat": False} == plans[0]
     assert plans[0]["memory_bytes"] == sum(plans[0]["bytes_per_device"].values())

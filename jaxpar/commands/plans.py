@@ -51,8 +51,8 @@ def show_plans(flags: PlanFlags) -> None:
             _write_report(path, plans, model.shape, machines, flags.model)
     if flags.json_:
         print(_json(flags, plans, model, compiled))
-        return
-    _print(flags, plans, model, machines)
+    else:
+        _print(flags, plans, model, machines)
     if flags.out_dir is not None:
         _draw(plans, machines, flags.out_dir, flags.model)
 
@@ -192,6 +192,5 @@ def _draw(plans: Sequence[Plan], machines: Cluster, out_dir: Path, model: str) -
     plot_step_time(
         parts, path=out_dir / "time.svg", title=f"{model}: where the time of a step goes"
     )
-    print(
-        f"wrote {', '.join(str(out_dir / name) for name in ('placement.svg', 'memory.svg', 'time.svg'))}"
-    )
+    names = ("placement.svg", "memory.svg", "time.svg")
+    tell(f"wrote {', '.join(str(out_dir / name) for name in names)}")
