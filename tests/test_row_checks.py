@@ -1193,6 +1193,18 @@ COUNTED = {
         lambda h, n: (jnp.tanh, jnp.sin)[n % 2](h),
         r"other operations in a second trace, (sin|tanh) and then (sin|tanh)\.",
     ),
+    "an input": (
+        lambda h, n: (jnp.tanh(h), jnp.sin(h))[n % 2],
+        r"other values for the result in a second trace\.",
+    ),
+    "an input in a loop": (
+        lambda h, n: jax.lax.fori_loop(0, 2, lambda i, x: (x, h)[n % 2] + (h, x)[n % 2] * x, h),
+        r"other values for \w+ in a second trace\.",
+    ),
+    "one more operation": (
+        lambda h, n: h if n % 2 else jnp.tanh(h),
+        r"other operations in a second trace, (the result|tanh) and then (the result|tanh)\.",
+    ),
     "a slice": (
         lambda h, n: h[:, n % 2 : n % 2 + 1],
         r"other settings of slice in a second trace, .*\(0, [01]\) and then .*\(0, [01]\)\.",

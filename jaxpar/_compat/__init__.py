@@ -41,6 +41,7 @@ from jaxpar._compat.jaxprs import (
     digests_of_outputs,
     drawn_shapes,
     equations,
+    inner_jaxprs,
     is_jaxpr,
     linear_solve,
     literal_value,

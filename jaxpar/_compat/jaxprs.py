@@ -40,12 +40,16 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 def with_inner(equation: Any) -> Iterator[Any]:
     """Yields an equation and those inside it, except those of a kernel."""
     yield equation
+    for jaxpr in inner_jaxprs(equation):
+        yield from equations(jaxpr)
+
+
+def inner_jaxprs(equation: Any) -> list[Any]:
+    """Returns the jaxprs inside an equation, except that of a kernel."""
     if equation.primitive.name == "pallas_call":
-        return
+        return []
     params = list(params_of(equation).values())
-    for param in jax.tree.leaves(params, is_leaf=is_jaxpr):
-        if is_jaxpr(param):
-            yield from equations(param)
+    return [param for param in jax.tree.leaves(params, is_leaf=is_jaxpr) if is_jaxpr(param)]
 
 
 def held_primitive(equation: Any) -> Any:

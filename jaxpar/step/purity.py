@@ -4,15 +4,15 @@ What JAX traces it keeps: a counter of Python, the time or a random number of Nu
 Steps for two meshes are traced apart, so they would have other numbers.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpar._compat import Tracer, equations, literals
+from jaxpar._compat import Literal, Tracer, inner_jaxprs, literals, opened
 from jaxpar.layered_model import LayeredModel
 
 
@@ -45,15 +45,17 @@ def check_same_traces(first: Sequence[Any], second: Sequence[Any]) -> None:
     apart = [pair for pair in zip(*numbers, strict=False) if not _same(*pair)]
     if apart:
         _refuse("numbers", *map(_shown, apart[0]))
-    for of_both in zip(*map(_operations, (first, second)), strict=False):
-        (one, its_settings), (other, others) = of_both
-        if one != other:
-            _refuse("operations", one, other)
-        if its_settings != others:
-            _refuse(f"settings of {one}", *_apart(its_settings, others))
-    counts = {len(each) for each in numbers}
-    if len(counts) > 1:
-        _refuse("numbers")
+    operations = [_operations(each) for each in (first, second)]
+    for one, other in zip(*operations, strict=False):
+        if one.name != other.name:
+            _refuse("operations", one.name, other.name)
+        if one.settings != other.settings:
+            _refuse(f"settings of {one.name}", *_apart(one.settings, other.settings))
+        if one.variables != other.variables:
+            _refuse(f"values for {one.name}")
+    for what, (one, other) in (("operations", operations), ("numbers", numbers)):
+        if len(one) != len(other):
+            _refuse(what)
 
 
 def _refuse(what: str, *got: str) -> None:
@@ -71,13 +73,40 @@ def _numbers(traced: Sequence[Any]) -> list[Any]:
     return [value for value in values if not isinstance(value, Tracer)]
 
 
-def _operations(traced: Sequence[Any]) -> list[tuple[str, dict[str, str]]]:
-    """Returns the operations of traced functions, each with its settings as text."""
-    return [
-        (equation.primitive.name, _settings(equation.params))
-        for each in traced
-        for equation in equations(each)
-    ]
+class _Operation(NamedTuple):
+    """An operation of a jaxpr.
+
+    Attributes:
+        name: Of its primitive.
+        settings: Those that are numbers and names, as text.
+        variables: The numbers of its inputs and outputs in its jaxpr; None: a literal.
+    """
+
+    name: str
+    settings: dict[str, str]
+    variables: tuple[int | None, ...]
+
+
+def _operations(traced: Sequence[Any]) -> list[_Operation]:
+    """Returns the operations of traced functions, each with those inside it."""
+    return [operation for each in traced for operation in _of_jaxpr(each)]
+
+
+def _of_jaxpr(jaxpr: Any) -> Iterator[_Operation]:
+    body = opened(jaxpr)
+    numbers: dict[Any, int] = {}
+
+    def numbered(variables: Sequence[Any]) -> tuple[int | None, ...]:
+        number = lambda x: numbers.setdefault(x, len(numbers))
+        return tuple(None if isinstance(x, Literal) else number(x) for x in variables)
+
+    numbered([*body.constvars, *body.invars])
+    for equation in body.eqns:
+        variables = numbered([*equation.invars, *equation.outvars])
+        yield _Operation(equation.primitive.name, _settings(equation.params), variables)
+        for inner in inner_jaxprs(equation):
+            yield from _of_jaxpr(inner)
+    yield _Operation("the result", {}, numbered(body.outvars))
 
 
 def _settings(params: dict[str, Any]) -> dict[str, str]:
