@@ -1172,7 +1172,7 @@ def test_a_model_that_is_traced_with_other_numbers_each_time_is_told_so_and_not_
 
 
 @pytest.mark.parametrize("of_loss", [False, True])
-def test_an_array_of_all_rows_that_a_function_closes_over_is_told_to_belong_into_the_batch(of_loss):
+def test_an_array_of_all_rows_that_a_function_closes_over_is_told_to_belong_in_the_batch(of_loss):
     of_rows = np.ones((8, 1), np.float32)
     mesh = jaxpar.make_mesh(data=2, devices=jax.devices()[:2])
     model = lambda params, batch: batch["x"] * params["w"] + (0 if of_loss else of_rows)

@@ -175,7 +175,7 @@ def _parts_told(mesh: Mesh, num_parts: int) -> Iterator[None]:
         if num_parts > 1:
             error.add_note(
                 f"Model and loss are given one of the {num_parts} parts of a batch at once, those of all microbatches and "
-                "replicas. An array of all rows that one of them closes over belongs into the batch."
+                "replicas. An array of all rows that one of them closes over belongs in the batch."
             )
         if mesh.shape[CONTEXT] > 1:
             error.add_note(
