@@ -170,6 +170,15 @@ def test_heads_that_four_all_to_alls_exchange_in_each_pass_of_a_layer_have_the_n
     assert set(found) & {("all-gather", CONTEXT), ("reduce-scatter", CONTEXT)} == set()
 
 
+def test_slopes_of_few_heads_are_proved_right():
+    heads = {"num_heads": 4, "num_kv_heads": None}
+    config = make_config(**ULYSSES | ALIBI | heads, compute_dtype="float32")
+    mesh = jaxpar.make_mesh(context=2, devices=jax.devices()[:2])
+    params = jax.eval_shape(lambda: make_params(config, jnp.float32))
+    step = jaxpar.value_and_grad(transformer.make_model(config), make_loss(config), mesh)
+    jax.eval_shape(step, params, jaxpar.shard_batch(make_batch(), mesh))  # warns of nothing
+
+
 SWEEP = [
     ({"context": 2, "stage": 2, "tensor": 2}, GATHER, True, {"schedule": "zb-h1", "zero": 2}),
     ({"replica": 2, "context": 2, "tensor": 2}, ULYSSES | ALIBI, False, {"zero": 1}),

@@ -402,6 +402,15 @@ def test_an_answer_of_weight_0_is_not_learned_and_calls_of_tools_need_no_content
         )
     file = write_lines(tmp_path / "d.jsonl", said("a", content=None, tool_calls=[{"id": "b"}]))
     assert tokenise([file], WordTokenizer(), tmp_path / "cache").remarks == ()
+    calls = [
+        [{"function": {"name": "f", "arguments": arguments}}]
+        for arguments in ('{"a": 1}', {"a": 1}, '{"a": ', "[1]")
+    ]
+    rows = [said(f"a{i}", content="b", tool_calls=each) for i, each in enumerate(calls)]
+    file = write_lines(tmp_path / "e.jsonl", *rows)
+    [told] = tokenise([file], WordTokenizer(), tmp_path / "cache").remarks
+    assert told.startswith("2 of 4 examples have arguments of a call of a tool that are not the JS")
+    assert told.endswith(f"{file}:3")
 
 
 def test_tools_beside_messages_are_given_to_a_template_that_writes_them(tmp_path):

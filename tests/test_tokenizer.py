@@ -8,7 +8,8 @@ import pytest
 
 from jaxpar.data.corpus import tokenise
 from jaxpar.data.examples import _read_arguments
-from jaxpar.huggingface import tokenizer
+from jaxpar.huggingface import chat_template, tokenizer
+from jaxpar.huggingface.export import copy_files
 from jaxpar.huggingface.tokenizer import read_tokenizer
 from tests.support.texts import CHATML, TEXT, write_tokenizer
 
@@ -188,6 +189,27 @@ def test_a_template_writes_the_tools_that_it_is_given(tmp_path):
     assert spans == tuple((a + len(begins), b + len(begins)) for a, b in of_plain)
 
 
+@pytest.mark.parametrize("form", ["listed", "in files"])
+def test_conversations_with_tools_are_written_by_the_template_for_them(tmp_path, form):
+    for_tools = "{{ tools | tojson }}" + CHATML
+    listed = [{"name": "tool_use", "template": for_tools}, {"name": "default", "template": CHATML}]
+    folder = write_tokenizer(tmp_path / "model", template=CHATML if form == "in files" else listed)
+    before = read_tokenizer(write_tokenizer(tmp_path / "other", template=CHATML)).fingerprint()
+    if form == "in files":
+        (folder / "chat_template.jinja").write_text(CHATML)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(for_tools)
+        copy_files(folder, tmp_path / "other")
+        folder = tmp_path / "other"
+    own = read_tokenizer(folder)
+    tools = [{"name": "add"}]
+    plain, _ = own.render(CHAT[:3])
+    assert own.render(CHAT[:3], tools=tools)[0] == json.dumps(tools) + plain
+    assert own.render(CHAT[:3], tools=[])[0] == plain
+    assert own.uses("tools")
+    assert own.fingerprint() != before
+
+
 def test_a_template_that_forgets_is_refused_for_more_than_one_answer(tmp_path):
     own = read_tokenizer(write_tokenizer(tmp_path / "model", template=FORGETFUL))
     text, [(start, end)] = own.render(CHAT[:3])
@@ -339,7 +361,7 @@ def test_an_empty_template_is_none(tmp_path):
 def test_messages_with_the_marks_of_answers_are_refused(tmp_path):
     own = read_tokenizer(write_tokenizer(tmp_path / "model", template=MARKED))
     with pytest.raises(ValueError, match=r"no noncharacters of Unicode; got U\+FDD0 or U\+FDD1"):
-        own.render([*CHAT, {"role": "assistant", "content": f"a{tokenizer.END}b"}])
+        own.render([*CHAT, {"role": "assistant", "content": f"a{chat_template.END}b"}])
 
 
 def with_dropout(folder):

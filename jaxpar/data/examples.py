@@ -15,7 +15,6 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +37,7 @@ from jaxpar.runtime.output import printable, refusing
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".7z")
 EMPTY = "an empty answer, which the model learns to give"
 EMPTY_TEXT = "an empty text"
+UNREADABLE = "arguments of a call of a tool that are not the JSON of an object, which are learned as they are"
 NOT_AN_ANSWER = 'a "weight" of 1 for a message that is not the assistant\'s, which is not learned'
 UNANSWERED = "a last message that no answer follows, of which nothing is learned"
 ROLES = (
@@ -103,6 +103,7 @@ class Examples:
     ignored: set[str] = field(default_factory=set)
     is_chat: bool = False
     odd: dict[str, tuple[int, tuple[int, int]]] = field(default_factory=dict)
+    _as_objects: dict[bool, bool] = field(default_factory=dict, init=False)
 
     def passages(self) -> Iterator[Passage]:
         """Yields the passages of all files.
@@ -178,7 +179,7 @@ class Examples:
             {what for message in messages for what in _odd(message, takes_calls=takes_calls)}, place
         )
         self.note(self._special_in([message["content"] for message in messages]), place)
-        if takes_calls and self._reads_arguments:
+        if takes_calls and self._reads_arguments(tools):
             messages = [_with_arguments_read(message) for message in messages]
         text, spans = self.tokenizer.render(messages, tools=tools)
         self.note(_left_out(messages, text), place)
@@ -189,9 +190,15 @@ class Examples:
         ]
         return text, spans if all(answers) else _weighted(spans, answers)
 
-    @cached_property
-    def _reads_arguments(self) -> bool:
-        """Whether the chat template takes the arguments of a call as an object, of which it writes the JSON or the entries."""
+    def _reads_arguments(self, tools: list[Any] | None) -> bool:
+        """Returns whether the chat template takes arguments of calls as objects, of which it writes the JSON or the entries."""
+        if (
+            bool(tools) not in self._as_objects
+        ):  # as conversations with tools may have a template of their own
+            self._as_objects[bool(tools)] = self._takes_objects(tools)
+        return self._as_objects[bool(tools)]
+
+    def _takes_objects(self, tools: list[Any] | None) -> bool:
         as_text, as_object = '{"argument": "value"}', {"argument": "value"}
 
         def written(arguments: Any) -> str | None:
@@ -202,7 +209,8 @@ class Examples:
             }
             answer = {"role": "assistant", "content": "", "tool_calls": [call]}
             with suppress(ValueError):
-                return self.tokenizer.render([{"role": "user", "content": "a"}, answer])[0]
+                messages = [{"role": "user", "content": "a"}, answer]
+                return self.tokenizer.render(messages, tools=tools)[0]
             return None
 
         takes_text = as_text in (written(as_text) or "")
@@ -299,6 +307,9 @@ def _odd(message: Mapping[str, Any], *, takes_calls: bool) -> Iterator[str]:
         yield f"messages of the role {printable(repr(role))[:80]}"
     if role == "assistant" and not (message["content"].strip() or has_calls):
         yield EMPTY
+    given = [call.get("arguments") for call in (_calls(message) if has_calls else ())]
+    if any(isinstance(text, str) and isinstance(_read_arguments(text), str) for text in given):
+        yield UNREADABLE
 
 
 def roles_left_out(messages: Sequence[Mapping[str, Any]], text: str) -> list[str]:

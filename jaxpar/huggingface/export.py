@@ -27,6 +27,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxpar.fields import arg
+from jaxpar.huggingface import chat_template
 from jaxpar.huggingface.config import config_json, family_of, read_config
 from jaxpar.huggingface.config_keys import unmodelled_keys
 from jaxpar.huggingface.families import ROUTER_BIAS
@@ -57,7 +58,8 @@ GENERATION = "generation_config.json"
 OF_MODEL = (GENERATION, "LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md")
 OF_TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt"),
+    *(chat_template.TEMPLATE, chat_template.FOR_TOOLS, "chat_template.json"),
 )
 REMEDY = "Write a step from before they appeared, such as by --step of `python -m jaxpar export`."
 DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5 and 4
@@ -383,8 +385,10 @@ def copy_files(
     """Copies those of the files of the tokenizer, of generation and of the licence that the source has."""
     for name in names:
         if os.path.lexists(Path(source) / name):
-            found = file_inside(source, name)
+            at = Path(name)
+            found = file_inside(source, at.name, under=str(at.parent))
             if not (folder / name).exists() or not found.samefile(folder / name):
+                (folder / at.parent).mkdir(exist_ok=True)
                 write_atomically(
                     folder / name, lambda path, found=found: shutil.copyfile(found, path)
                 )

@@ -67,7 +67,9 @@ def check_file(path: Path) -> Path:
     return path
 
 
-def file_inside(folder: Path | str, name: str, where: str | None = None) -> Path:
+def file_inside(
+    folder: Path | str, name: str, where: str | None = None, *, under: str = ""
+) -> Path:
     """Returns the path of a file in a folder, given its untrusted name.
 
     A link may lead to another file in the folder, or from a snapshot in Hugging Face's cache to the blobs of the same model.
@@ -76,6 +78,7 @@ def file_inside(folder: Path | str, name: str, where: str | None = None) -> Path
         folder: The folder.
         name: The name, without folders.
         where: The origin of the name, for messages; None: the folder.
+        under: A folder in it that the file is in.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -88,7 +91,7 @@ def file_inside(folder: Path | str, name: str, where: str | None = None) -> Path
             f"the files of a model must be in its folder, under plain names; got {brief(name)} in {where}. Correct the "
             "name, and do not trust this folder."
         )
-    path, root = folder / name, Path(os.path.realpath(folder))
+    path, root = folder / under / name, Path(os.path.realpath(folder))
     roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     target = Path(os.path.realpath(path))  # Path.resolve raises a RuntimeError for a link to itself
     if not any(target.is_relative_to(allowed) for allowed in roots):

@@ -49,7 +49,8 @@ def alibi_bias(
 
 def own_slopes(config: TransformerConfig, parts: int) -> Float[Array, " heads"]:
     """Returns the penalties of the heads that a device gets by ``sequence_to_heads``."""
-    shards = context_parallel.num_shards_of_heads(config.num_heads)
-    slopes = alibi_slopes(config.num_heads).reshape(shards, parts, -1)
+    slopes = np.tile(alibi_slopes(config.num_heads), context_parallel.copies_of_heads.value)
+    shards = context_parallel.num_shards_of_heads(len(slopes))
+    slopes = slopes.reshape(shards, parts, -1)
     part = jax.lax.axis_index(context_parallel.CONTEXT)
     return jnp.asarray(slopes)[:, part].reshape(-1)
