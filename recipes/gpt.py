@@ -152,10 +152,11 @@ def main(config: Config) -> None:
         value_and_grad = jaxpar.value_and_grad(
             model, whole_loss, parallel, pipeline, has_aux=has_aux
         )
+        settings = numbers_depend_on(config, text)
         run = Run(
             config,
             mesh,
-            numbers_depend_on(config, text),
+            settings,
             items="tokens",
             items_per_step=num_tokens,
             flops_per_step=num_tokens
@@ -182,7 +183,7 @@ def main(config: Config) -> None:
     optimizers.say_new_rate(config, run.saved, run.first_step)
     for remark in (
         model_files.remark_on_origin(config, run.saved),
-        remark_on_rows_held_out(config, run.saved),
+        remark_on_rows_held_out(config, settings, run.saved),
         lora_flags.remark_on_frozen(config.lora, own.init_from),
     ):
         if remark:
@@ -384,14 +385,17 @@ def remark_on_positions(config: Config, shape: transformer.TransformerConfig) ->
     return told and f"{told}. A saved model keeps that number: {advice}"
 
 
-def remark_on_rows_held_out(config: Config, saved: Mapping[str, Any]) -> str:
+def remark_on_rows_held_out(
+    config: Config, settings: Mapping[str, Any], saved: Mapping[str, Any]
+) -> str:
     """Returns what to say where a run with ``saved`` settings goes on with other rows to evaluate; else ""."""
     now, was = config.recipe.eval_rows, saved.get("eval_rows", Recipe.eval_rows)
-    if not saved or now == was:
+    if not saved or (now == was and settings["text"] == saved.get("text")):
         return ""
+    changed = f"--eval-rows {now} instead of {was}" if now != was else "--data is another text"
     best = config.checkpoint.keep_best
     compared = "" if best is None else f", and --keep-best {best} compares the two"
-    return f"--eval-rows {now} instead of {was}: the losses from here on are of other rows held out than those before{compared}"
+    return f"{changed}: the losses from here on are of other rows held out than those before{compared}"
 
 
 def numbers_depend_on(config: Config, text: Data) -> dict[str, Any]:

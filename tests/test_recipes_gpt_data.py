@@ -573,12 +573,18 @@ def test_a_run_goes_on_with_the_rows_held_out_that_it_had(folder):
         match=r"got eval_rows=not given \(saved: 64\) .* Give the saved values, allow",
     ):
         check_config(usual, saved, "step 1")
-    assert gpt.remark_on_rows_held_out(of(eval_rows=4), saved) == (
-        "--eval-rows 4 instead of 64: the losses from here on are of other rows held out than those before, and --keep-best "
+    told = (
+        ": the losses from here on are of other rows held out than those before, and --keep-best "
         "test_loss compares the two"
     )
+    other = usual | {"text": "another"}  # with --allow-change text
+    for given, was, beginning in (
+        ({"eval_rows": 4}, saved, "--eval-rows 4 instead of 64"),
+        ({}, other, "--data is another text"),
+    ):
+        assert gpt.remark_on_rows_held_out(of(**given), usual, was) == beginning + told
     for given, was in (({"eval_rows": 64}, saved), ({}, usual), ({"eval_rows": 4}, {})):
-        assert gpt.remark_on_rows_held_out(of(**given), was) == ""
+        assert gpt.remark_on_rows_held_out(of(**given), usual, was) == ""
 
 
 def test_a_token_that_was_added_to_the_tokenizer_is_named_with_its_line(folder, tmp_path):
