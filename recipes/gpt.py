@@ -395,7 +395,9 @@ def remark_on_rows_held_out(
     changed = f"--eval-rows {now} instead of {was}" if now != was else "--data is another text"
     best = config.checkpoint.keep_best
     compared = "" if best is None else f", and --keep-best {best} compares the two"
-    return f"{changed}: the losses from here on are of other rows held out than those before{compared}"
+    return (
+        f"{changed}: the losses from here on are of other rows held out than those before{compared}"
+    )
 
 
 def numbers_depend_on(config: Config, text: Data) -> dict[str, Any]:

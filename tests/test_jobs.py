@@ -459,6 +459,14 @@ def test_what_a_plan_recomputes_is_a_flag(remat, flag):
         first_plan(plan | {"remat": "some"})
 
 
+def test_a_plan_with_a_field_that_plan_does_not_write_is_refused(capsys):
+    jaxpar_main(["plan", "--model", "gpt2", "--top", "1", "--json"])
+    (written,) = json.loads(capsys.readouterr().out)
+    first_plan([written])
+    with pytest.raises(ValueError, match=r"^a plan must have no other fields; got 'microbatches'"):
+        first_plan([written | {"microbatches": 4}])
+
+
 def test_a_mesh_that_splits_sequences_is_the_job_s_and_the_recipe_s():
     planned = first_plan({"data": 2, "stage": 1, "tensor": 2, "context": 4})
     assert plan_flags(planned, ()) == [

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from jaxpar import fields
 from jaxpar.jobs import forms
@@ -52,6 +52,12 @@ NOT_OF_PLAN = (
     *("--router-bias-rate", "--dtype", "--layers-per-virtual-stage"),
 )
 UNORDERED = ("--lora-targets",)
+# What a plan says of its settings, which is no setting of a job.
+FIGURES = (
+    *("gpu", "software", "ideal_step_seconds", "tokens_per_second", "tflops_per_device"),
+    *("model_tflops_per_device", "bubble_fraction", "seconds", "memory_bytes", "bytes_per_device"),
+    *("bytes_moved", "compiled_memory_bytes", "why", "helps"),
+)
 MAX_PARTS = 2**16
 _SLURM, _KUBERNETES = (
     [each.name for each in dataclasses.fields(of)] for of in (SlurmSettings, KubernetesSettings)
@@ -73,7 +79,9 @@ UNUSED = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSettings:
-    """The settings of a plan that become flags of a recipe; a plan has more."""
+    """The settings of a plan that become flags of a recipe; a plan has ``FIGURES`` too, and nothing else."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     data: forms.Count
     stage: forms.Count
@@ -114,10 +122,13 @@ def first_plan(found: Any) -> PlannedSettings:
     """Returns the first plan in parsed JSON, a list of plans or a single one.
 
     Raises:
-        ValueError: There is no plan, or a setting has another type than `plan --json` writes, or its mesh is of other machines.
+        ValueError: There is no plan, it has a field that `plan --json` does not write or one of another type, or its mesh is
+            of other machines.
     """
     plan = found[0] if isinstance(found, list) and found else found
     remedy = "Write it by `python -m jaxpar plan --json`."
+    if isinstance(plan, dict):
+        plan = {name: value for name, value in plan.items() if name not in FIGURES}
     settings = fields.read(PlannedSettings, plan, "a plan", remedy)
     num_devices = math.prod(getattr(settings, axis) for axis in AXES)
     nodes, each = settings.nodes, settings.gpus_per_node
