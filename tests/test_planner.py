@@ -318,6 +318,11 @@ def test_experts_are_planned_over_tensor_and_over_data():
         match=r'experts must be over "tensor" or "data"; got stage'.replace("stage", "'stage'"),
     ):
         jaxpar.plan(shape, machines, batch_size=rows, experts="stage")
+    with pytest.raises(
+        ValueError,
+        match=r"data must divide the experts where experts=data spreads them; got data=16 and 8 exp.* Choose data from 2, 4, 8",
+    ):
+        jaxpar.plan(shape, cluster("h100", 2), batch_size=rows, experts="data", data=16)
 
 
 def test_a_tenth_of_the_memory_stays_free_unless_told_otherwise():

@@ -13,7 +13,7 @@ from typing import Any
 import optax
 
 from jaxpar.fields import arg, check_kind
-from jaxpar.mesh import AXES, OF_MODELS
+from jaxpar.mesh import AXES, DATA, OF_MODELS
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.planner.cluster import Cluster, Links
 from jaxpar.planner.job import JAXPAR, Assumptions, Choice, Software, divisors, fixed_or
@@ -323,6 +323,13 @@ def _undivided(estimator: Estimator, fixed: dict[str, Any]) -> str:
         return (
             f"the axes must multiply to the devices; got {arg(**sizes)}, which {count} devices cannot be divided into. "
             f"{_remedy(estimator, fixed)}"
+        )
+    num_experts = estimator.shape.experts or 1
+    if fixed.get("experts") == DATA and data and num_experts % data:
+        rest = "" if fixed.get("data") else f", the rest of {count} devices with {held},"
+        return (
+            f"{arg('data')} must divide the experts where {arg(experts=DATA)} spreads them; got {arg(data=data)}{rest} and "
+            f"{num_experts} experts. {_remedy(estimator, fixed)}"
         )
     return (
         f"the axes must multiply to the devices, stages be at most the layers, and microbatches divide a replica's rows; "

@@ -221,9 +221,10 @@ def plot_loss(
         linewidth=1,
         label="text learned from, one step",
     )
-    held_out = [[line["step"] + 1 for line in tested], [line["test_loss"] for line in tested]]
-    label = "text held out" + (f"; at the end {tested[-1]['test_loss']:.3f}" if tested else "")
-    axes.plot(*held_out, color="#d95f02", marker="o", markersize=4, label=label)
+    if tested:
+        held_out = [[line["step"] + 1 for line in tested], [line["test_loss"] for line in tested]]
+        label = f"text held out; at the end {tested[-1]['test_loss']:.3f}"
+        axes.plot(*held_out, color="#d95f02", marker="o", markersize=4, label=label)
     axes.axhline(
         entropy, color="#808080", linestyle="--", label=f"knowing frequencies alone: {entropy:.3f}"
     )

@@ -60,8 +60,8 @@ class Parallel:
         overlap_grad_reduce: Reduce the gradients of each layer over ``data`` as soon as they are complete, during the backward
             pass of the last microbatch, so that communication overlaps with the backward pass of other layers. As many bytes,
             in one all-reduce a layer and one more (XLA may join those of a list of layers), with ZeRO in a reduce-scatter for
-            each sharded gradient of a layer (at level 2 in each microbatch, as without it). It needs a LayeredModel, one stage
-            and ``zero`` up to 2 (level 3 does so by itself). Of several microbatches the last one is compiled apart from the
+            each sharded gradient of a layer (at level 2 in each microbatch, as without it). It needs a LayeredModel, one stage,
+            no ``trainable``, and ``zero`` up to 2 (level 3 does so by itself). Of several microbatches the last one is compiled apart from the
             others on GPUs. There, where ``tensor`` is 1 and layers are stacked, a batch that is not split does so by itself at
             levels 0 and 1, and level 2 in each microbatch if there is no ``replica`` axis; the step is then the same with and
             without it.
