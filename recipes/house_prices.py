@@ -25,6 +25,7 @@ from house_prices_least_squares import (
     Line,
     Standard,
     Table,
+    check_columns,
     check_folds,
     curvature,
     least_squares,
@@ -83,6 +84,13 @@ class Config(BasicFlags):
 
 def loss(predictions: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     return jaxpar.losses.squared_error(predictions, batch["target"], batch["weight"])
+
+
+def check_settings(config: Config) -> None:
+    """Raises where a flag is out of range, as far as neither data nor devices are needed to tell."""
+    check_columns(config.recipe.features, config.recipe.target)
+    if config.common.learning_rate is not None:
+        check_positive("Leave it out.", learning_rate=config.common.learning_rate)
 
 
 def check_predicts_alone(flags: Recipe) -> None:

@@ -132,6 +132,17 @@ def read_table(path: Path, features: tuple[str, ...], target: str) -> Table:
     Raises:
         ValueError: The columns cannot be read, or the target cannot be learned from the features.
     """
+    check_columns(features, target)
+    columns = read_columns(path, (*features, target))
+    table = Table(
+        features, target, np.stack([columns[name] for name in features], axis=1), columns[target]
+    )
+    check_solvable(table)
+    return table
+
+
+def check_columns(features: tuple[str, ...], target: str) -> None:
+    """Raises unless there are features, and no column is named twice; takes what ``read_table`` takes."""
     names = (*features, target)
     if not features:
         raise ValueError(
@@ -142,12 +153,6 @@ def read_table(path: Path, features: tuple[str, ...], target: str) -> Table:
             "--features and --target must not name a column twice; got "
             f"--features {' '.join(features)} --target {target}. Leave one of the two out."
         )
-    columns = read_columns(path, names)
-    table = Table(
-        features, target, np.stack([columns[name] for name in features], axis=1), columns[target]
-    )
-    check_solvable(table)
-    return table
 
 
 def check_solvable(table: Table) -> None:

@@ -120,6 +120,14 @@ def code_of(args):
                 "--eval-every must be at least 1; got 0",
             ),
             (
+                [*JOB, "recipes/house_prices.py", "--features"],
+                "--features must name at least one column; got none",
+            ),
+            (
+                [*JOB, "recipes/house_prices.py", "--learning-rate", "-1"],
+                "--learning-rate must be positive; got -1",
+            ),
+            (
                 [*JOB, "recipes/gpt.py", "--fake-devices", "8"],
                 "got --fake-devices 8 for recipes/gpt.py. Leave it out; to rehearse",
             ),
