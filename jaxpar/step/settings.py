@@ -61,10 +61,10 @@ class Parallel:
             pass of the last microbatch, so that communication overlaps with the backward pass of other layers. As many bytes,
             in one all-reduce a layer and one more (XLA may join those of a list of layers), with ZeRO in a reduce-scatter for
             each sharded gradient of a layer (at level 2 in each microbatch, as without it). It needs a LayeredModel, one stage,
-            no ``trainable``, and ``zero`` up to 2 (level 3 does so by itself). Of several microbatches the last one is compiled apart from the
-            others on GPUs. There, where ``tensor`` is 1 and layers are stacked, a batch that is not split does so by itself at
-            levels 0 and 1, and level 2 in each microbatch if there is no ``replica`` axis; the step is then the same with and
-            without it.
+            no ``trainable``, and ``zero`` up to 2 (level 3 does so by itself). Of several microbatches the last one is compiled
+            apart from the others on GPUs. There, where ``tensor`` is 1 and layers are stacked, a batch that is not split does
+            so by itself at levels 0 and 1, and level 2 in each microbatch if there is no ``replica`` axis; the step is then the
+            same with and without it.
         grad_reduce_dtype: The dtype in which gradients are reduced over ``data``, such as bfloat16 for half of the traffic and
             less precision. By default float32, or the gradients' own dtype if it is wider. XLA's CPU backend cannot reduce in
             16 bits. Complex gradients are reduced as their real and imaginary parts.
