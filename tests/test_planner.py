@@ -1440,6 +1440,17 @@ def test_the_command_plans_for_the_model_of_a_module_as_the_page_has_it(
     printed = capsys.readouterr()
     assert json.loads(printed.out)[0]["own_model"] == "talks:SHAPE"
     assert "a line of its own" in printed.err, "and not between the lines of the JSON"
+    own = "from jaxpar.models import transformer\nCONFIG = transformer.preset('llama-bytes', window=8)\n"
+    (tmp_path / "own_config.py").write_text(own)
+    assert main(["plan", "--model", "own_config:CONFIG", "--seq", "64", *HELD]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)
+    of_rows = {name: plan[name] for name in ("own_model", "seq", "dtype", "window")}
+    assert of_rows == {
+        "own_model": "own_config:CONFIG",
+        "seq": 64,
+        "dtype": "float32",
+        "window": 8,
+    }
 
 
 @pytest.mark.parametrize(

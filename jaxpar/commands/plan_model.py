@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxpar.fields import arg
 from jaxpar.huggingface.config import beyond_positions, read_config_for
 from jaxpar.huggingface.folder import check_model_folder
@@ -89,8 +91,8 @@ def planned_model(flags: Any) -> PlannedModel:
         if isinstance(found, ModelShape):
             _check_unused(flags)
             return PlannedModel(named, found, found, run={"own_model": named})
-        planned = _of_config(flags, found, None, {})
-        return dataclasses.replace(planned, run={"own_model": named})
+        own = {"own_model": named, "dtype": jnp.dtype(found.compute_dtype).name}
+        return _of_config(flags, found, None, own)
     try:
         config = preset(named, compute_dtype=DTYPE, vocab_multiple=128)
     except ValueError as error:
@@ -156,9 +158,9 @@ def _of_config(
         dataclasses.replace(to_compile, **named),
         "xla" if config.attention == "xla" else "flash",
         run
-        | ({"seq": shape.tokens_per_row} if run else {})
+        | {"seq": shape.tokens_per_row}
         | ({"products": "fp8"} if shape.in_fp8 else {})
-        | ({"window": config.window} if run and config.window else {}),
+        | ({"window": config.window} if config.window else {}),
         describe_products(config),
     )
 
