@@ -206,8 +206,17 @@ def test_conversations_with_tools_are_written_by_the_template_for_them(tmp_path,
     plain, _ = own.render(CHAT[:3])
     assert own.render(CHAT[:3], tools=tools)[0] == json.dumps(tools) + plain
     assert own.render(CHAT[:3], tools=[])[0] == plain
-    assert own.uses("tools")
+    assert own.uses("tools", has_tools=True)
+    assert not own.uses("tools"), "as the other template writes none"
     assert own.fingerprint() != before
+
+
+def test_a_template_for_tools_alone_writes_no_other_conversations(tmp_path):
+    listed = [{"name": "tool_use", "template": "{{ tools | tojson }}" + CHATML}, {"name": ["x"]}]
+    own = read_tokenizer(write_tokenizer(tmp_path / "model", template=listed))
+    assert own.render(CHAT[:3], tools=[{"name": "add"}])[0].startswith('[{"name": "add"}]')
+    with pytest.raises(ValueError, match=r"got tool_use alone, which is for tools, in .*Add chat_"):
+        own.render(CHAT[:3])
 
 
 def test_a_template_that_forgets_is_refused_for_more_than_one_answer(tmp_path):
@@ -380,6 +389,7 @@ def with_dropout(folder):
         (lambda f: (f / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"9": {"content": "<new>"}}}'),
             r"added_tokens_decoder .* must be an added token of tokenizer.json .*; got '<new>' in .*save_pretrained"),
         (lambda f: (f / "chat_template.jinja").write_text("{% for %}"), "must be a Jinja template; got"),
+        (lambda f: (f / "chat_template.jinja").write_bytes(b"\xff"), r"must be UTF-8; got .*jinja.*Download it again"),
         (lambda f: (f / "chat_template.jinja").write_text("x" * 2**21), "chat_template.jinja must have at most 1048576 bytes"),
         (lambda f: (f / "chat_template.jinja").symlink_to("/etc/hostname"), "must be in its folder; got .*, a link to"),
     ],
@@ -410,3 +420,20 @@ def test_a_missing_package_is_named_with_its_extra(folder, monkeypatch, package,
         ImportError, match=rf"{message}.*got .*\. Install it: pip install -e '\.\[hf\]'"
     ):
         read_tokenizer(folder)
+
+
+def test_calls_are_refused_where_the_template_of_their_conversation_does_not_write_them(tmp_path):
+    """The one for tools does, and this conversation lists none."""
+    either = "{{ message['tool_calls'] or message['content'] }}"
+    for_tools = "{{ tools | tojson }}" + CHATML.replace("{{ message['content'] }}", either)
+    listed = [{"name": "tool_use", "template": for_tools}, {"name": "default", "template": CHATML}]
+    own = read_tokenizer(write_tokenizer(tmp_path / "model", template=listed))
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    row = {"messages": [{"role": "user", "content": "a"}, call]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    with pytest.raises(
+        ValueError, match=r'needs a chat template that writes "tool_calls"; got one'
+    ):
+        tokenise([tmp_path / "a.jsonl"], own, tmp_path / "cache")
+    (tmp_path / "b.jsonl").write_text(json.dumps(row | {"tools": [{"name": "f"}]}))
+    assert tokenise([tmp_path / "b.jsonl"], own, tmp_path / "cache").ignored == ()

@@ -228,7 +228,11 @@ def _digest(files: Sequence[Path], tokenizer: Tokenizer) -> str:
             form = (
                 " examples" if format_of(file) in SNIFFED and is_records(file) else ""
             )  # else text
-            if tokenizer.uses("tool_calls") and _mentions_calls(content):
+            with_or_without = (True, False)
+            takes_calls = any(
+                tokenizer.uses("tool_calls", has_tools=tools) for tools in with_or_without
+            )
+            if takes_calls and _mentions_calls(content):
                 form += " calls"  # whose arguments were strings in strings before
             whole.update(
                 f"{format_of(file)}{form} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode()

@@ -15,6 +15,7 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,7 +157,7 @@ class Examples:
 
     def _tools(self, given: Any) -> list[Any] | None:
         """Returns the tools that an example lists, for a template that writes them."""
-        if given is not None and not self.tokenizer.uses("tools"):
+        if given is not None and not self.tokenizer.uses("tools", has_tools=True):
             self.ignored.add("tools")
             return None
         return check_tools(given)
@@ -165,7 +166,8 @@ class Examples:
         self, given: Any, tools: list[Any] | None, place: tuple[int, int]
     ) -> tuple[str, tuple[tuple[int, int], ...]]:
         """Returns the text of messages, and the spans that are learned."""
-        uses, takes_calls = self.tokenizer.uses, self.tokenizer.uses("tool_calls")
+        uses = partial(self.tokenizer.uses, has_tools=bool(tools))
+        takes_calls = uses("tool_calls")
         messages = check_messages(given, takes_calls=takes_calls)
         self.note(
             [NOT_AN_ANSWER] * any(m["role"] != "assistant" and m.get("weight") for m in messages),

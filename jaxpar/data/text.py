@@ -379,9 +379,14 @@ class Tokenizer(ABC):
     ) -> tuple[str, tuple[tuple[int, int], ...]]:
         """Returns a conversation as text, with the tools that the model may call, and the spans of what the assistant says."""
 
-    def uses(self, name: str) -> bool:
-        """Returns whether ``render`` may write a field of this name of a message, besides role and content."""
-        del name
+    def uses(self, name: str, *, has_tools: bool = False) -> bool:
+        """Returns whether ``render`` may write a field of this name of a message, besides role and content.
+
+        Args:
+            name: The name.
+            has_tools: Whether the conversation has tools, for which a model may have another chat template.
+        """
+        del name, has_tools
         return False
 
     def special_in(self, text: str) -> set[str]:

@@ -57,7 +57,7 @@ def read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
         listed = settings.get("chat_template")
         if isinstance(listed, list):  # several by name
             named = [each for each in listed if isinstance(each, dict)]
-            found = {each.get("name"): each.get("template") for each in named}
+            found = {str(each.get("name")): each.get("template") for each in named}
         else:
             found = {DEFAULT: listed}
     return {
@@ -69,7 +69,8 @@ def read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 def _read(path: Path) -> str:
     check_size(path, MAX_TEMPLATE_BYTES, path.name)
-    return path.read_text(encoding="utf-8")
+    with refusing(UnicodeDecodeError, "a chat template must be UTF-8", path, "Download it again."):
+        return path.read_text(encoding="utf-8")
 
 
 class ChatTemplate:

@@ -84,7 +84,7 @@ class FolderTokenizer(Tokenizer):
             or "(?!)"
         )
         special = {name: _text_of(settings.get(name)) or "" for name in SPECIAL}
-        self.folder, self.has_chat_template = folder, DEFAULT in sources
+        self.folder, self.has_chat_template = folder, bool(sources)
         self._templates = {
             name: ChatTemplate(source, folder, special) for name, source in sources.items()
         }
@@ -172,16 +172,23 @@ class FolderTokenizer(Tokenizer):
         Raises:
             ValueError: There is no template, it refuses the messages or fails, or the assistant's part cannot be told.
         """
-        if not self.has_chat_template:
+        template = self._template(has_tools=bool(tools))
+        if template is None:
+            got = f"{TOOL_USE} alone, which is for tools," if self.has_chat_template else "none"
             raise ValueError(
-                f"messages need a chat template; got none in {self.folder}. Add {TEMPLATE}, or give prompt and completion."
+                f"messages need a chat template; got {got} in {self.folder}. Add {TEMPLATE}, or give prompt and completion."
             )
-        name = TOOL_USE if tools and TOOL_USE in self._templates else DEFAULT
-        return self._templates[name].render(messages, tools=tools, ask=ask)
+        return template.render(messages, tools=tools, ask=ask)
 
-    def uses(self, name: str) -> bool:
-        """Returns whether a chat template has this name, and so may write such a field of a message."""
-        return any(name in template.names for template in self._templates.values())
+    def _template(self, *, has_tools: bool) -> ChatTemplate | None:
+        """Returns the template of conversations with tools, or without."""
+        default = self._templates.get(DEFAULT)
+        return self._templates.get(TOOL_USE, default) if has_tools else default
+
+    def uses(self, name: str, *, has_tools: bool = False) -> bool:
+        """Returns whether the template of such conversations has this name, and so may write such a field of a message."""
+        template = self._template(has_tools=has_tools)
+        return template is not None and name in template.names
 
 
 def _open(path: Path) -> Any:

@@ -55,7 +55,7 @@ class WordTokenizer:
             text += f"{message['content']} END "
         return text, tuple(spans)
 
-    def uses(self, name):
+    def uses(self, name, *, has_tools=False):
         return name in ("tool_calls", "tools")
 
     def special_in(self, text):
