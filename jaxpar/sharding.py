@@ -332,6 +332,19 @@ def check_batch_on(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
             )
 
 
+def _check_no_param_is_none(tree: PyTree, differ: Sequence[str]) -> None:
+    """Raises where all leaves in which params differ from their shardings are None, as those of an optimizer's state may be."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: leaf is None)
+    missing = [path_string(path) for path, leaf in leaves if leaf is None]
+    is_missing = lambda path: any(f"{path}/".startswith(f"{each}/") for each in missing)
+    if all(map(is_missing, differ)):
+        raise ValueError(
+            f"the params must have an array for each sharding; got None for {', '.join(missing[:3])}"
+            f"{f' and {len(missing) - 3} more' * (len(missing) > 3)}, as an average in an optimizer's state has it for params "
+            "that are not trained. Take these from state.params."
+        )
+
+
 def check_same_tree(shardings: PyTree, tree: PyTree) -> None:
     """Raises unless ``shardings`` has a sharding for each leaf of ``tree``, and no others."""
     if jax.tree.structure(shardings) != jax.tree.structure(tree):
@@ -342,6 +355,7 @@ def check_same_tree(shardings: PyTree, tree: PyTree) -> None:
         differ = sorted(({*map(path_string, of)} ^ {*map(path_string, of_tree)}) - {""}) or [
             "its containers"
         ]
+        _check_no_param_is_none(tree, differ)
         raise ValueError(
             f"shardings must have the structure of the params; got others for {', '.join(differ[:3])}"
             f"{f' and {len(differ) - 3} more' * (len(differ) > 3)}. Make them with jaxpar.shardings_from_paths(params, mesh, "

@@ -170,6 +170,16 @@ def test_shards_are_those_that_jax_puts_on_each_device():
         assert found["device_bytes"] * len(found["shards"]) == found["bytes"] == 8 * 4 * 16 * 4
 
 
+def test_shards_over_an_axis_of_one_device_are_whole():
+    mesh = jaxpar.make_mesh(data=2, tensor=2, devices=jax.devices()[:4])
+    of = lambda *spec: jax.ShapeDtypeStruct(
+        (8,), np.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+    )
+    both, none = shards([of(("replica", "data")), of("context")], mesh)["arrays"]
+    assert (both["spec"], both["shards"]) == ("dim 0 over replica and data", ["[0:4]", "[4:8]"])
+    assert (none["spec"], none["shards"]) == ("whole on every device", ["[:]"])
+
+
 def test_devices_are_numbered_as_make_mesh_numbers_them():
     mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
     sharding = NamedSharding(mesh, PartitionSpec("stage"))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxpar
 from jaxpar.context_parallel import (
@@ -1209,17 +1210,47 @@ COUNTED = {
         lambda h, n: h[:, n % 2 : n % 2 + 1],
         r"other settings of slice in a second trace, .*\(0, [01]\) and then .*\(0, [01]\)\.",
     ),
+    "a dtype": (
+        lambda h, n: h.astype((jnp.float16, jnp.bfloat16)[n % 2]).astype(h.dtype),
+        r"other settings of convert_element_type in a second trace, new_dtype=",
+    ),
+    "the second number of an array in a jitted function": (
+        lambda h, n: jax.jit(lambda x: x + np.array([[0.0, n]], np.float32))(h),
+        r"other numbers in a second trace, [1-9]\d* and then [1-9]\d*\.",
+    ),
+    "a derivative of its own": (
+        lambda h, n: with_gradient_times(n)(h),
+        r"other numbers in a second trace, \d+ and then \d+\.",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", COUNTED)
+def with_gradient_times(n):
+    @jax.custom_vjp
+    def twice(x):
+        return 2 * x
+
+    twice.defvjp(lambda x: (2 * x, None), lambda _, g: (g * n,))
+    return twice
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    [
+        *((name, lambda model: model) for name in COUNTED),
+        ("a key", jax.jit),  # whose trace JAX keeps
+        ("a key", jax.checkpoint),
+    ],
+)
 @pytest.mark.parametrize("data", [1, 2])
-def test_a_model_that_does_something_else_in_each_trace_is_refused_on_one_device_too(name, data):
+def test_a_model_that_does_something_else_in_each_trace_is_refused_on_one_device_too(
+    name, wrap, data
+):
     """What is chosen by a counter is not read where the rows are checked, and is another on each mesh."""
     of_count, message = COUNTED[name]
     traces = itertools.count(1)
     mesh = jaxpar.make_mesh(data=data, devices=jax.devices()[:data])
-    model = lambda params, batch: of_count(batch["x"] * params["w"], next(traces))
+    model = wrap(lambda params, batch: of_count(batch["x"] * params["w"], next(traces)))
     loss = lambda outputs, batch: (jnp.sum(outputs), jnp.float32(len(outputs)))
     batch = {"x": np.ones((8, 2), np.float32)}
     with pytest.raises(ImpureError, match=message):
@@ -1228,7 +1259,12 @@ def test_a_model_that_does_something_else_in_each_trace_is_refused_on_one_device
 
 def test_numbers_that_are_the_same_in_each_trace_are_pure():
     key, table = jax.random.key(0), np.array([[np.nan, 1.0]], np.float32)
-    model = lambda params, batch: batch["x"] * params["w"] + table + jax.random.normal(key, (1, 2))
+    names = itertools.count()
+
+    def model(params, batch):
+        named = checkpoint_name(batch["x"], f"block {next(names)}")  # which changes no number
+        return named * params["w"] + table + jax.random.normal(key, (1, 2))
+
     loss = lambda outputs, batch: (jnp.sum(outputs), jnp.float32(len(outputs)))
     check_pure(model, loss, {"w": jnp.ones((1, 2))}, {"x": np.ones((8, 2), np.float32)})
 

@@ -19,6 +19,7 @@ import optax
 import pytest
 
 import jaxpar
+from jaxpar.checkpoint.manifest import plain_json
 from jaxpar.fields import given_by
 from jaxpar.metrics import follow, read_metrics
 from jaxpar.metrics.log import MetricsLog
@@ -320,6 +321,7 @@ class Weighted:
         lambda: np.random.default_rng(0),
         lambda: np.random.RandomState(0),
         lambda: jax.random.key(0),
+        lambda: types.SimpleNamespace(t=np.arange(5000)),
     ],
 )
 def test_a_setting_whose_text_leaves_out_what_it_holds_is_refused(tmp_path, make):
@@ -327,10 +329,53 @@ def test_a_setting_whose_text_leaves_out_what_it_holds_is_refused(tmp_path, make
         Run(BasicFlags.of(out_dir=tmp_path), jaxpar.make_mesh(), {"w": make()})
 
 
+@dataclasses.dataclass(frozen=True)
+class Hidden:
+    rate: float = dataclasses.field(repr=False)
+
+
+def test_a_field_that_a_text_leaves_out_is_compared(tmp_path):
+    flags = BasicFlags.of(out_dir=tmp_path, steps=1, checkpoint_every=1)
+    names = frozenset({"a", "b", "c"})
+    given = lambda rate: {"hidden": Hidden(rate), "names": Weighted(names)}
+    assert trained(flags, optax.sgd(0.1), settings=given(0.1)) == []
+    more = flags.replace(resume=True, steps=2)
+    with pytest.raises(ValueError, match=r"hidden=.*'rate': 0.2.* \(saved: .*'rate': 0.1"):
+        trained(more, optax.sgd(0.1), settings=given(0.2))
+    plain = plain_json({"names": Weighted(names)})
+    assert plain == {"names": {"Weighted": {"weights": ["a", "b", "c"], "rate": 0.1}}}
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        (lambda step: np.int64(4 * step), None),
+        (
+            lambda step: 4.0 * step + 0.5,
+            "samples .* must be an integer; got 0.5. Give samples, settings",
+        ),
+        (lambda step: jnp.ones(2), "what is saved beside a state must be JSON; got other values"),
+    ],
+    ids=["of NumPy", "a fraction", "an array"],
+)
+def test_what_could_not_be_saved_is_told_before_the_first_step(tmp_path, samples, message):
+    flags, mesh = BasicFlags.of(out_dir=tmp_path, steps=1), jaxpar.make_mesh()
+    shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
+    grads = jax.value_and_grad(lambda params, batch: jnp.sum(params["w"] * batch))
+    with Run(flags, mesh, {"a": 1}, samples=samples) as run:
+        run.restore(
+            lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optax.sgd(0.1), mesh, shardings
+        )
+        run.compile(jaxpar.make_train_step(grads, optax.sgd(0.1)), jnp.zeros(2))
+        with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+            run.begin()
+
+
 def test_settings_of_plain_values_are_taken_in_dataclasses_and_enums_too(tmp_path):
     kind = Enum("kind", "ONE TWO")
     taken = {"a": Weighted((1.0, None)), "b": kind.ONE, "c": jnp.float32, "d": np.dtype("int8")}
     more = {"e": Path("a"), "f": types.SimpleNamespace(x=1), "g": float, "h": jnp.float32(2)}
+    more |= {"i": jax.sharding.PartitionSpec("data"), "j": jaxpar.make_mesh()}
     with Run(BasicFlags.of(out_dir=tmp_path), jaxpar.make_mesh(), taken | more) as run:
         assert run.out_dir == tmp_path
 
@@ -363,6 +408,26 @@ def trained(flags, optimizer, num_rows=4, settings=None, steps=2):
             state, metrics = train_step(state, batch)
             run.log(step, state, metrics)
     return [line for line in said if "saved run" in line or "no step is left" in line]
+
+
+@pytest.mark.parametrize("is_left_out", [True, False])
+def test_metrics_of_some_steps_alone_are_told_to_need_an_evaluation(tmp_path, is_left_out):
+    mesh, said = jaxpar.make_mesh(), []
+    shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
+    grads = jax.value_and_grad(lambda params, batch: jnp.sum(params["w"] * batch))
+    flags, optimizer = BasicFlags.of(out_dir=tmp_path, steps=6), optax.sgd(0.1)
+    with Run(flags, mesh, {"a": 1}, say=said.append) as run:
+        run.restore(lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optimizer, mesh, shardings)
+        train_step = run.compile(jaxpar.make_train_step(grads, optimizer), jnp.zeros(2))
+        state = run.begin()
+        for step in run.steps():
+            state, metrics = train_step(state, jnp.zeros(2))
+            if step % 2 == 0:  # at the first step too
+                with run.evaluation(metrics) if is_left_out else contextlib.nullcontext():
+                    metrics |= {"test_loss": 0.5}
+            run.log(step, state, metrics)
+    told = [line for line in said if "the one before had not: test_loss. If an evaluation" in line]
+    assert len(told) == (0 if is_left_out else 1)
 
 
 def test_a_step_is_timed_before_anything_waits_for_the_next_one(tmp_path, monkeypatch):
@@ -462,7 +527,7 @@ def test_an_optimizer_that_treats_other_params_with_the_same_numbers_is_told(tmp
     halves = {"fast": optax.sgd(0.1), "slow": optax.sgd(0.01)}
     of = lambda **labels: numbers_of(optax.partition(halves, labels), params)
     one, other = of(a="fast", b="slow"), of(a="slow", b="fast")
-    assert one["operations"] != other["operations"]
+    assert one["updates"] != other["updates"]
     assert one["checksum"] == other["checksum"]
     assert one == of(a="fast", b="slow")
 
@@ -475,14 +540,67 @@ def test_a_decay_of_other_params_or_another_operation_is_told_whatever_the_numbe
         return numbers_of(optax.chain(optax.scale_by_adam(), decay, optax.scale(-0.01)), params)
 
     one, other = decaying(a=True, b=False), decaying(a=False, b=True)
-    assert one["operations"] != other["operations"]
+    assert one["updates"] != other["updates"]
     sign = optax.stateless(lambda updates, params: jax.tree.map(jnp.sign, updates))
     with_sign = numbers_of(optax.chain(sign, optax.sgd(0.1)), params)
-    assert with_sign["operations"] != numbers_of(optax.sgd(0.1), params)["operations"]
+    assert with_sign["updates"] != numbers_of(optax.sgd(0.1), params)["updates"]
     of_other_shape = numbers_of(
         optax.chain(sign, optax.sgd(0.1)), {"a": jnp.ones(3), "b": jnp.ones((2, 2))}
     )
     assert with_sign == of_other_shape
+
+
+IN_CALLS = {
+    "MultiSteps": lambda optimizer: optax.MultiSteps(optimizer, 2),
+    "apply_if_finite": lambda optimizer: optax.apply_if_finite(optimizer, 3),
+}
+
+
+@pytest.mark.parametrize("name", IN_CALLS)
+def test_a_decay_of_other_params_is_told_inside_calls_too(name):
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    decay = lambda **mask: optax.chain(optax.add_decayed_weights(0.1, mask=mask), optax.sgd(0.1))
+    of = lambda **mask: numbers_of(IN_CALLS[name](decay(**mask)), params)["updates"]
+    assert of(a=True, b=False) != of(a=False, b=True)
+
+
+OF_GRADIENTS = {
+    "squares": lambda u, p: u**2,
+    "cubes": lambda u, p: u**3,
+    "u - p": lambda u, p: u - p,
+    "p - u": lambda u, p: p - u,
+    "in bfloat16": lambda u, p: u.astype(jnp.bfloat16),
+    "in float16": lambda u, p: u.astype(jnp.float16),
+}
+
+
+def test_updates_of_the_same_operations_on_other_values_are_told_apart():
+    params = {"w": jnp.ones(2)}
+    found = set()
+    for of in OF_GRADIENTS.values():
+        each = optax.stateless(lambda updates, params, of=of: jax.tree.map(of, updates, params))
+        found.add(numbers_of(each, params)["updates"])
+    assert len(found) == len(OF_GRADIENTS)
+
+
+def test_another_operation_is_told_beside_a_number_that_the_state_keeps(tmp_path):
+    flags = BasicFlags.of(out_dir=tmp_path, steps=1, checkpoint_every=1)
+    of = lambda change, rate: optax.chain(
+        optax.stateless(lambda updates, params: jax.tree.map(change, updates)),
+        optax.inject_hyperparams(optax.sgd)(rate),
+    )
+    assert trained(flags, of(lambda u: u, 0.1), settings={"rows": 4}) == []
+    resumed = flags.replace(resume=True, steps=2)
+    told = trained(resumed, of(jnp.sign, 0.2), settings={"rows": 4})
+    assert any(line.startswith("the optimizer is not that of the saved run") for line in told)
+
+
+def test_a_number_that_the_optimizer_has_elsewhere_too_is_named(tmp_path):
+    flags = BasicFlags.of(out_dir=tmp_path, steps=1, checkpoint_every=1)
+    of = lambda rate: optax.chain(optax.add_decayed_weights(rate), optax.trace(0.9))
+    assert trained(flags, of(0.01), settings={"rows": 4}) == []
+    [told] = trained(flags.replace(resume=True, steps=2), of(0.9), settings={"rows": 4})
+    assert "its update computes with 0.9 where that of the saved one has 0.01" in told
 
 
 def test_numbers_of_an_optimizer_that_are_not_shown_are_counted(tmp_path):

@@ -161,6 +161,18 @@ def test_shardings_of_another_structure_are_refused(mesh):
         )
 
 
+def test_an_average_without_the_params_that_are_not_trained_is_not_evaluated(mesh):
+    shardings = {name: NamedSharding(mesh, PartitionSpec()) for name in ("w", "frozen")}
+    parallel = jaxpar.Parallel(mesh, shardings, trainable=["w"])
+    model = lambda params, batch: batch["x"] @ (params["w"] * params["frozen"])
+    loss = lambda outputs, batch: jaxpar.losses.squared_error(outputs, batch["x"][:, 0])
+    average = {"w": jnp.ones(4), "frozen": None}  # as in the state of the optimizer
+    with pytest.raises(
+        ValueError, match=r"an array for each sharding; got None for frozen, .*Take these from st"
+    ):
+        jaxpar.make_eval_step(model, loss, parallel)(average, {"x": np.ones((8, 4))})
+
+
 # --- the step -----------------------------------------------------------------------------------------------------------
 
 

@@ -38,6 +38,7 @@ from jaxpar._compat.evaluation import (
 )
 from jaxpar._compat.forwarding import forwarded
 from jaxpar._compat.jaxprs import (
+    constants,
     digests_of_outputs,
     drawn_shapes,
     equations,

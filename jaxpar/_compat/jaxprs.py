@@ -1,7 +1,7 @@
 """Jaxprs and their equations, read."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,8 @@ _DRAWS = (
     "rng_bit_generator",
     "rng_uniform",
 )
+# Settings of operations that change the values of their results, whatever the shapes: of integer_pow and of casts.
+_OF_VALUES = ("y", "new_dtype", "exponent_bits", "mantissa_bits")
 
 
 def is_jaxpr(value: Any) -> bool:
@@ -100,22 +102,41 @@ def literals(jaxpr: Any) -> list[Any]:
     return values
 
 
-def digests_of_outputs(closed: Any) -> list[str]:
+def constants(jaxpr: Any) -> list[Any]:
+    """Returns the arrays that a jaxpr closes over, and those of the jaxprs inside its equations."""
+    found = list(getattr(jaxpr, "consts", ()))
+    for equation in equations(jaxpr):
+        for inner in inner_jaxprs(equation):
+            found += getattr(inner, "consts", ())
+    return found
+
+
+def digests_of_outputs(closed: Any, *, has_values: bool = True) -> list[str]:
     """Returns for each output of a jaxpr a digest of the operations that compute it and the values written into them.
 
-    It is the same for inputs of other shapes.
+    It tells which input each operation reads, and is the same for inputs of other shapes. Without ``has_values`` it is the same
+    for other values too.
     """
-    of: dict[Any, str] = {}
-    read = lambda x: str(x.val) if isinstance(x, Literal) else of.get(x, "")
-    for equation in closed.jaxpr.eqns:
-        inside = [
-            (each.primitive.name, [str(x.val) for x in each.invars if isinstance(x, Literal)])
-            for each in with_inner(equation)
-        ]
-        made = repr((inside, list(map(read, equation.invars))))
+    inputs = [f"input {number}" for number in range(len(opened(closed).invars))]
+    return _digests(closed, inputs, has_values=has_values)
+
+
+def _digests(jaxpr: Any, given: Sequence[str], *, has_values: bool) -> list[str]:
+    """Returns the digests of the outputs of a jaxpr from those of its inputs."""
+    body = opened(jaxpr)
+    # The body of a call, a loop or a branch takes the last inputs of its equation.
+    of = dict(zip(reversed(body.invars), reversed(given), strict=False))
+    written = (lambda value: str(value)) if has_values else (lambda value: "")
+    read = lambda x: written(x.val) if isinstance(x, Literal) else of.get(x, "")
+    for equation in body.eqns:
+        inputs = list(map(read, equation.invars))
+        inner = inner_jaxprs(equation)
+        inside = [_digests(each, inputs, has_values=has_values) for each in inner]
+        settings = [(name, str(equation.params.get(name))) for name in _OF_VALUES]
+        made = repr((equation.primitive.name, settings, inside, inputs))
         for number, output in enumerate(equation.outvars):
             of[output] = hashlib.sha256(f"{number} {made}".encode()).hexdigest()
-    return [read(x) for x in closed.jaxpr.outvars]
+    return [read(x) for x in body.outvars]
 
 
 def drawn_shapes(jaxpr: Any) -> list[tuple[int, ...]]:

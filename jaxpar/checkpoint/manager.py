@@ -1,17 +1,20 @@
 """Saves a run's states while training continues, keeps some of them, and restores the newest intact one on any mesh."""
 
+import operator
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxpar.checkpoint.folder import Folder, Keep
-from jaxpar.checkpoint.manifest import Manifest, parse_manifest, plain_json
+from jaxpar.checkpoint.manifest import Manifest, check_readable, plain_json
 from jaxpar.checkpoint.restore import (
     BadCheckpointError,
     check_arrays_match,
@@ -162,7 +165,8 @@ class CheckpointManager(Saver):
             metrics: Numbers by which the best checkpoint is kept; those that are not finite are omitted.
 
         Raises:
-            ValueError: An array that cannot be stored, since it has no elements or its elements are smaller than a byte.
+            ValueError: An array that cannot be stored, since it has no elements or its elements are smaller than a byte; or
+                what ``check_about`` refuses.
             DivergedError: Devices that should hold the same values do not.
             NotFiniteError: A parameter is NaN or infinite.
 
@@ -172,15 +176,9 @@ class CheckpointManager(Saver):
         step = int(fetch(state.step))
         self.wait()
         state = to_canonical(on_mesh(as_numbers(state), self.mesh))
-        manifest = Manifest(
+        manifest = replace(
+            self._described(config, traits, samples, key),
             step=step,
-            samples=samples,
-            prng_key=None if key is None else plain_key(key),
-            config=None if config is None else plain_json(config),
-            traits=None if traits is None else plain_json(traits),
-            mesh=shown_sizes(self.mesh.shape),
-            num_processes=jax.process_count(),
-            versions=versions(),
             metrics={
                 name: float(np.asarray(value).item())
                 for name, value in fetch(dict(metrics or {})).items()
@@ -189,9 +187,41 @@ class CheckpointManager(Saver):
             saved_at=time.time(),
             arrays=array_records(state, step, self.mesh),
         )
-        parse_manifest(manifest.render().encode())  # what could not be read again is not written
+        check_readable(manifest)  # what could not be read again is not written
         self._start(state, manifest)
         return step
+
+    def check_about(
+        self,
+        *,
+        config: Mapping[str, Any] | None = None,
+        traits: Mapping[str, Any] | None = None,
+        samples: int | None = None,
+        key: jax.Array | None = None,
+    ) -> None:
+        """Raises ValueError if what is to be saved beside a state could not be read again; takes what ``save_async`` takes."""
+        check_readable(self._described(config, traits, samples, key))
+
+    def _described(
+        self,
+        config: Mapping[str, Any] | None,
+        traits: Mapping[str, Any] | None,
+        samples: int | None,
+        key: jax.Array | None,
+    ) -> Manifest:
+        if isinstance(samples, SupportsIndex):
+            with suppress(TypeError):  # of NumPy and JAX too, but for arrays
+                samples = operator.index(samples)
+        return Manifest(
+            step=0,
+            samples=samples,
+            prng_key=None if key is None else plain_key(key),
+            config=None if config is None else plain_json(config),
+            traits=None if traits is None else plain_json(traits),
+            mesh=shown_sizes(self.mesh.shape),
+            num_processes=jax.process_count(),
+            versions=versions(),
+        )
 
     def _check_layout(self, state: TrainState) -> None:
         """Raises if the manager has a layout and the state's layers are not packed with it."""

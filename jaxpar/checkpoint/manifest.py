@@ -10,13 +10,16 @@ checkpoint's folder. Its text must equal the output of `Manifest.render` byte fo
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import math
 import re
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, FiniteFloat
@@ -136,7 +139,9 @@ def _digest(body: Any) -> str:
 
 
 def plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config as plain JSON values: numbers of NumPy become those of Python, sets lists, and what else it lacks text.
+    """Returns a config as plain JSON values.
+
+    Numbers of NumPy become those of Python, sets lists, dataclasses dicts of their fields under their name, other values text.
 
     >>> plain_json({"names": {"b", "a"}, "folder": Path("a"), "most": math.inf})
     {'names': ['a', 'b'], 'folder': 'a', 'most': 'inf'}
@@ -147,6 +152,8 @@ def plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return plain_json(value)
+    if (parts := parts_of(value)) is not None:
+        return {type(value).__name__: plain_json(parts)}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     if isinstance(value, (set, frozenset)):  # in an order that is the same in each process
@@ -159,6 +166,13 @@ def _plain(value: Any) -> Any:
         or (isinstance(value, float) and math.isfinite(value))
     )
     return value if is_plain else str(value)
+
+
+def parts_of(value: Any) -> dict[str, Any] | None:
+    """Returns what a dataclass or a namespace holds, of which its text may leave something out; None for other values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    return dict(vars(value)) if isinstance(value, (Namespace, SimpleNamespace)) else None
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -177,8 +191,19 @@ def read_manifest(folder: Path) -> Manifest:
     return parse_manifest(path.read_bytes())
 
 
-def parse_manifest(raw: bytes) -> Manifest:
-    """Returns the manifest in the bytes of a file.
+def check_readable(manifest: Manifest) -> None:
+    """Raises ValueError for a manifest that could not be read again."""
+    remedy = "Give samples, settings and a key that can be saved as JSON."
+    try:
+        parse_manifest(manifest.render().encode(), remedy)
+    except TypeError as error:
+        raise ValueError(
+            f"what is saved beside a state must be JSON; got other values: {error}. {remedy}"
+        ) from error
+
+
+def parse_manifest(raw: bytes, remedy: str = "Restore a backup.") -> Manifest:
+    """Returns the manifest in the bytes of a file; ``remedy`` ends a message about a field.
 
     Raises:
         ValueError: The bytes are not what ``Manifest.render`` writes.
@@ -194,4 +219,4 @@ def parse_manifest(raw: bytes) -> Manifest:
     names = Manifest.__dataclass_fields__.keys()
     if not isinstance(body, dict) or body.get("format") != FORMAT or body.keys() | {LATER} != names:
         raise ValueError(f"{FILE_NAME} is not of the form {FORMAT!r}")
-    return fields.read(Manifest, body, FILE_NAME, "Restore a backup.")
+    return fields.read(Manifest, body, FILE_NAME, remedy)

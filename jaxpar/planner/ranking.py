@@ -324,11 +324,10 @@ def _undivided(estimator: Estimator, fixed: dict[str, Any]) -> str:
             f"the axes must multiply to the devices; got {arg(**sizes)}, which {count} devices cannot be divided into. "
             f"{_remedy(estimator, fixed)}"
         )
-    num_experts = estimator.shape.experts or 1
-    if fixed.get("experts") == DATA and data and num_experts % data:
-        rest = "" if fixed.get("data") else f", the rest of {count} devices with {held},"
+    num_experts, own_data = estimator.shape.experts or 1, fixed.get("data") or 1
+    if fixed.get("experts") == DATA and num_experts % own_data:
         return (
-            f"{arg('data')} must divide the experts where {arg(experts=DATA)} spreads them; got {arg(data=data)}{rest} and "
+            f"{arg('data')} must divide the experts where {arg(experts=DATA)} spreads them; got {arg(data=own_data)} and "
             f"{num_experts} experts. {_remedy(estimator, fixed)}"
         )
     return (

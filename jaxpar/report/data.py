@@ -289,9 +289,10 @@ def _shard(
     """Returns the part of an array that the device with these coordinates holds, in the notation of slices."""
     parts = []
     for extent, axes in zip(shape, dims, strict=True):
-        count, index = math.prod(sizes[axis] for axis in axes), 0
+        # An axis of one device, which splits nothing, may not be among them.
+        count, index = math.prod(sizes.get(axis, 1) for axis in axes), 0
         for axis in axes:  # the first axis varies slowest
-            index = index * sizes[axis] + at[axis]
+            index = index * sizes.get(axis, 1) + at.get(axis, 0)
         each = extent // count
         parts.append(f"{index * each}:{(index + 1) * each}" if count > 1 else ":")
     return f"[{', '.join(parts)}]" if parts else "scalar"
@@ -301,7 +302,7 @@ def _spec_text(dims: list[tuple[str, ...]], sizes: dict[str, int]) -> str:
     split = [
         f"dim {dim} over {' and '.join(axes)}"
         for dim, axes in enumerate(dims)
-        if math.prod(sizes[axis] for axis in axes) > 1
+        if math.prod(sizes.get(axis, 1) for axis in axes) > 1
     ]
     return ", ".join(split) or "whole on every device"
 

@@ -1,6 +1,6 @@
 """The order in which a loop calls the methods of its run: restore, compile, begin, log after every step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from jaxpar.fields import arg
@@ -31,7 +31,8 @@ class CallOrder:
         self.num_logged: int | None = None  # with those before this run; None: it has not begun
         self.is_iterated = False
         self._first = 0
-        self._is_told = False
+        self._is_told = self._is_told_of_time = False
+        self._names: frozenset[str] | None = None  # of the metrics of the last step
 
     def begin(self, flags: RunFlags, first_step: int) -> None:
         """Notes that the run begins with a step; raises CallOrderError where its flags ask for no steps."""
@@ -55,6 +56,23 @@ class CallOrder:
                 f"run.{method} is for all steps, so it must be called before their loop; got it after run.steps. Call it once, "
                 "before `for step in run.steps():`."
             )
+
+    def remark_on_time(self, metrics: Iterable[str], *, is_left_out: bool) -> str:
+        """Returns what to say of the first step whose metrics have more names than the step before; else "".
+
+        Args:
+            metrics: The names.
+            is_left_out: Whether the time of an evaluation was left out of the step's.
+        """
+        before, self._names = self._names, frozenset(metrics)
+        more = sorted(self._names - before) if before is not None else []
+        if not more or is_left_out or self._is_told_of_time:
+            return ""
+        self._is_told_of_time = True
+        return (
+            f"a step has metrics that the one before had not: {', '.join(more)}. If an evaluation computes them, the times of "
+            "both steps are wrong: write it as `with run.evaluation(metrics):`, which leaves its time out"
+        )
 
     def check_state(self, step: int, done: int, say: Callable[[str], None]) -> None:
         """Raises CallOrderError if the first step of a loop is another number of the optimizer's; later such a number is told.

@@ -266,6 +266,7 @@ class Run(AbstractContextManager["Run"]):
             {"schedule": self.schedule, "num_steps": self.flags.common.steps},
         )
         self._order.begin(self.flags, self.first_step)
+        self.checkpoints.check_about(**self._about(self.first_step))
         self._watchers.append(
             ReportWriter(
                 self.out_dir, lambda: step_data(compiled, self.target, self.mesh, **shared)
@@ -388,6 +389,8 @@ class Run(AbstractContextManager["Run"]):
             self.checkpoints.wait()  # a save in progress would be lost
             message = f"{arg('keep_best')} must name a metric of the run; got {best}. Choose from {', '.join(metrics)}."
             stop(ExitCode.BAD_CONFIG, message)
+        if told := self._order.remark_on_time(metrics, is_left_out=self._has_all_metrics):
+            self._say(told)
         self._has_all_metrics = False  # steps without an evaluation have fewer
         if step == self.first_step or self.is_due(
             step, self.flags.common.checkpoint_every or self.flags.common.steps

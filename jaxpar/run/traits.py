@@ -9,9 +9,9 @@ What differs is printed, not refused, since a schedule may follow from the numbe
 model and the loss are compared by the settings of a run alone: a run without any is told so.
 """
 
-import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
@@ -19,10 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar._compat import digests_of_outputs, literals
-from jaxpar.checkpoint.manifest import plain_json
+from jaxpar._compat import constants, digests_of_outputs, literals
+from jaxpar.checkpoint.manifest import parts_of, plain_json
 from jaxpar.checkpoint.state import as_numbers
 from jaxpar.data.checksums import checksum
 from jaxpar.fields import brief
@@ -66,9 +67,9 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yields what a setting holds, in dicts, lists and dataclasses."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    """Yields what a setting holds, in dicts, lists, dataclasses and namespaces."""
+    parts = parts_of(value)
+    value = value if parts is None else parts
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -84,7 +85,7 @@ def _is_told_by_text(value: Any) -> bool:
         is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended)
         return value.ndim == 0 and not is_key
     # One whose kind is compared by identity alone may have the text of its kind.
-    has_value = value is None or isinstance(value, (type, Enum))
+    has_value = value is None or isinstance(value, (type, Enum, PartitionSpec, Mesh, AbstractMesh))
     has_value |= type(value).__eq__ is not object.__eq__
     return has_value and re.search(r" at 0x[0-9a-fA-F]+>", str(value)) is None
 
@@ -208,7 +209,7 @@ class Traits:
         is_apart = (
             isinstance(then, Mapping)
             and now is not None
-            and any(then.get(name, now[name]) != now[name] for name in ("checksum", "operations"))
+            and any(then.get(name, now[name]) != now[name] for name in ("checksum", "updates"))
         )
         if (
             isinstance(then, Mapping)
@@ -274,18 +275,24 @@ def numbers_of(optimizer: Any, params: PyTree) -> dict[str, Any] | None:
         optimizer: An optax optimizer.
         params: Arrays or ShapeDtypeStructs.
     """
-    update = lambda params: first_update(optimizer, params)
+    update = lambda params, grads: first_update(optimizer, params, grads)
     try:
-        traced, made = jax.make_jaxpr(update, return_shape=True)(params)
+        traced, made = jax.make_jaxpr(update, return_shape=True)(params, params)
     except Exception:  # of any kind: an optimizer is a function of the user
         return None
-    updates = digests_of_outputs(traced)[: len(jax.tree.leaves(made[0]))]
-    values = as_numbers([*literals(traced), *traced.consts])
+    updates, structure = (
+        digests_of_outputs(traced, has_values=of)[: len(jax.tree.leaves(made[0]))]
+        for of in (True, False)
+    )
+    values = as_numbers([*literals(traced), *constants(traced)])
     found = [_text(np.asarray(value)) for value in values]
+    counts = Counter(found)
     return {
         "checksum": _checksum_of(found),
-        "operations": _checksum_of(updates),
-        "numbers": [*dict.fromkeys(found)][:MOST],
+        "updates": _checksum_of(updates),
+        "structure": _checksum_of(structure),
+        "numbers": [*counts][:MOST],
+        "counts": [*counts.values()][:MOST],
     }
 
 
@@ -293,6 +300,8 @@ def _is_told(
     saved: Mapping[str, Any], now: Mapping[str, Any], kept: Mapping[str, tuple[Any, Any]]
 ) -> bool:
     """Returns whether two optimizers have other numbers only where the state keeps the saved ones."""
+    if saved.get("structure", now["structure"]) != now["structure"]:
+        return False
     then = saved.get("numbers")
     told = {_text(number) for pair in kept.values() for number in pair}
     apart = {*now["numbers"]} ^ {*map(str, then if isinstance(then, list) else [])}
@@ -310,6 +319,8 @@ def _text(value: np.ndarray) -> str:
 def _other_numbers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Returns the numbers that only one of two optimizers has, those of the first one first."""
     new, old = _apart(saved, now)
+    if not (new and old):
+        new, old = _more_often(now, saved), _more_often(saved, now)
     if not new and not old:
         return "its update has the same numbers in other places, or other operations"
 
@@ -328,6 +339,20 @@ def _apart(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], 
     old = list(map(str, kept)) if isinstance(kept, list) else []
     new = now["numbers"]
     return [each for each in new if each not in old], [each for each in old if each not in new]
+
+
+def _more_often(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Returns the numbers that one optimizer has more often than another."""
+    counted = [_counted(each) for each in (one, other)]
+    return [*(counted[0] - counted[1])]
+
+
+def _counted(optimizer: Mapping[str, Any]) -> Counter[str]:
+    numbers, counts = (optimizer.get(name) for name in ("numbers", "counts"))
+    if not isinstance(numbers, list):
+        return Counter()
+    counts = counts if isinstance(counts, list) else [1] * len(numbers)
+    return Counter(dict(zip(map(str, numbers), counts, strict=False)))
 
 
 def _follow_steps(new: list[str], old: list[str], saved_steps: int, steps: int) -> bool:

@@ -239,15 +239,18 @@ def _described(opt_state: PyTree) -> str:
     return f"{', '.join(names) or 'no state'} of {count} arrays"
 
 
-def first_update(optimizer: Optimizer, params: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns what an optimizer's init and update make of gradients, those of a sum, that are as large as the params."""
+def first_update(
+    optimizer: Optimizer, params: PyTree, grads: PyTree | None = None
+) -> tuple[PyTree, PyTree]:
+    """Returns what an optimizer's init and update make of gradients; None: of the params in their place."""
+    grads = params if grads is None else grads
 
     def value_fn(params: PyTree) -> jax.Array:
         sums = [jnp.sum(jnp.real(leaf)) for leaf in jax.tree.leaves(params)]
         return jnp.sum(jnp.asarray(sums))
 
-    further = {"value": value_fn(params), "grad": params, "value_fn": value_fn}
-    return call_update(optimizer.update, params, optimizer.init(params), params, **further)
+    further = {"value": value_fn(params), "grad": grads, "value_fn": value_fn}
+    return call_update(optimizer.update, grads, optimizer.init(params), params, **further)
 
 
 def value_fn_of(

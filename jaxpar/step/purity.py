@@ -5,6 +5,7 @@ Steps for two meshes are traced apart, so they would have other numbers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpar._compat import Literal, Tracer, inner_jaxprs, literals, opened
+from jaxpar._compat import Literal, Tracer, constants, inner_jaxprs, literals, opened, trace_context
 from jaxpar.layered_model import LayeredModel
+
+# JAX keeps the trace of a function, and of those with jax.jit or jax.checkpoint that it calls, but not for another value.
+second_trace = trace_context(default_value=False)
+_LABELS = (
+    "name",
+)  # settings that change no number: of a jitted function, of what jax.checkpoint stores
 
 
 class ImpureError(ValueError):
@@ -26,12 +33,12 @@ def check_pure(
     """Raises ImpureError if a model and its loss are not the same when they are traced once more."""
     forward = model.apply if isinstance(model, LayeredModel) else model
 
-    def traced() -> list[Any]:
-        # JAX would not trace the same function again.
-        whole = lambda params, batch: loss(forward(params, batch), batch)
-        return [jax.make_jaxpr(whole)(params, batch)]
+    def traced(*, again: bool) -> list[Any]:
+        with second_trace(again):
+            whole = lambda params, batch: loss(forward(params, batch), batch)
+            return [jax.make_jaxpr(whole)(params, batch)]
 
-    check_same_traces(traced(), traced())
+    check_same_traces(traced(again=False), traced(again=True))
 
 
 def check_same_traces(first: Sequence[Any], second: Sequence[Any]) -> None:
@@ -44,7 +51,7 @@ def check_same_traces(first: Sequence[Any], second: Sequence[Any]) -> None:
     numbers = [_numbers(each) for each in (first, second)]
     apart = [pair for pair in zip(*numbers, strict=False) if not _same(*pair)]
     if apart:
-        _refuse("numbers", *map(_shown, apart[0]))
+        _refuse("numbers", *_first_apart(*apart[0]))
     operations = [_operations(each) for each in (first, second)]
     for one, other in zip(*operations, strict=False):
         if one.name != other.name:
@@ -69,7 +76,7 @@ def _refuse(what: str, *got: str) -> None:
 
 def _numbers(traced: Sequence[Any]) -> list[Any]:
     """Returns the numbers that are written in traced functions, or that these close over."""
-    values = [value for each in traced for value in (*literals(each), *each.consts)]
+    values = [value for each in traced for value in (*literals(each), *constants(each))]
     return [value for value in values if not isinstance(value, Tracer)]
 
 
@@ -110,14 +117,15 @@ def _of_jaxpr(jaxpr: Any) -> Iterator[_Operation]:
 
 
 def _settings(params: dict[str, Any]) -> dict[str, str]:
-    return {name: repr(value) for name, value in params.items() if _is_plain(value)}
+    plain = {name: value for name, value in params.items() if _is_plain(value)}
+    return {name: repr(value) for name, value in plain.items() if name not in _LABELS}
 
 
 def _is_plain(value: Any) -> bool:
     """Whether a setting is made of numbers and names; others may be new objects in each trace."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
-    return isinstance(value, bool | int | float | str)
+    return value is None or isinstance(value, bool | int | float | str | Enum | np.dtype)
 
 
 def _apart(one: dict[str, str], other: dict[str, str]) -> tuple[str, str]:
@@ -140,5 +148,11 @@ def _can_be_read(value: Any) -> bool:
     return not is_key and getattr(value, "is_fully_addressable", True)
 
 
-def _shown(value: Any) -> str:
-    return f"{np.asarray(value).flat[0]:g}" if np.size(value) else "nothing"
+def _first_apart(one: Any, other: Any) -> tuple[str, str]:
+    """Returns the first number in which two values differ, as text, or their shapes."""
+    pair = [np.asarray(each) for each in (one, other)]
+    if pair[0].shape != pair[1].shape:
+        return f"an array {list(pair[0].shape)}", f"one {list(pair[1].shape)}"
+    at = int(np.argmax((pair[0] != pair[1]).reshape(-1)))
+    shown = [f"{each.flat[at].item():g}" for each in pair]
+    return shown[0], shown[1]

@@ -25,7 +25,7 @@ from jaxpar.mesh import CONTEXT, MANUAL, TENSOR, entry_axes, num_replicas, shown
 from jaxpar.pipeline.control_flow import is_maskable
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.sharding import path_string
-from jaxpar.step.purity import check_same_traces
+from jaxpar.step.purity import check_same_traces, second_trace
 from jaxpar.trainable import only_trained, with_trained
 
 Loss = Callable[[PyTree, PyTree], tuple]
@@ -114,12 +114,11 @@ def trace_loss(
         with _parts_told(mesh, num_replicas(mesh) * num_microbatches):
             traced, outputs = jax.make_jaxpr(forward, return_shape=True)(params, microbatch)
             of_loss = jax.make_jaxpr(loss)(outputs, microbatch)
-        # JAX would not trace the same functions again.
-        forward_again, loss_again = (lambda *given: forward(*given)), (lambda *given: loss(*given))
-        again = (
-            jax.make_jaxpr(forward_again)(params, microbatch),
-            jax.make_jaxpr(loss_again)(outputs, microbatch),
-        )
+        with second_trace(True):
+            again = (
+                jax.make_jaxpr(forward)(params, microbatch),
+                jax.make_jaxpr(loss)(outputs, microbatch),
+            )
         check_same_traces((traced, of_loss), again)
         operations = [*equations(traced), *equations(of_loss)]
         if any(operation.primitive.name.startswith("custom_vjp_call") for operation in operations):
@@ -220,7 +219,11 @@ def _of_gradients(
         loss_sum, vjp = jax.vjp(loss_of, only_trained(params))
         return vjp(jnp.ones_like(loss_sum))
 
-    return list(equations(jax.make_jaxpr(gradients)(params, batch)))
+    traced = jax.make_jaxpr(gradients)(params, batch)
+    with second_trace(True):
+        again = jax.make_jaxpr(gradients)(params, batch)
+    check_same_traces([traced], [again])
+    return list(equations(traced))
 
 
 def _check_operations(operations: Collection[Any], mesh: Mesh, executor: str) -> frozenset[str]:
