@@ -331,3 +331,9 @@ class Assumptions:
                     f"an efficiency must be a share of the datasheet's figure; got {arg(**{name: share})}. Choose more than 0 "
                     "and at most 1, such as 0.5."
                 )
+
+
+def is_round(number: int) -> bool:
+    """Whether a number is 1, 3, 5, 7 or 9 times a power of two, as meshes are."""
+    odd = number // (number & -number)
+    return odd < 10
