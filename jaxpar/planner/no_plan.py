@@ -9,7 +9,7 @@ from typing import Any
 from jaxpar.fields import arg
 from jaxpar.mesh import AXES, DATA, OF_MODELS
 from jaxpar.planner.cluster import Cluster
-from jaxpar.planner.job import Choice, divisors, is_round
+from jaxpar.planner.job import Choice, divisors, fixed_or, is_round
 from jaxpar.planner.model_shape import MAX_SEQ
 from jaxpar.planner.plans import remat_text
 from jaxpar.planner.search import Estimator, fitting_plans
