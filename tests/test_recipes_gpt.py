@@ -1077,6 +1077,10 @@ def test_weight_decay_spares_biases_norms_and_positions():
             "must divide it; got --seq 15, --mesh.tensor 2. Choose --seq 16",
         ),
         (
+            ["--mesh.tensor", "4", "--mesh.context", "2", "--sequence-parallel", "--seq", "12"],
+            "--mesh.tensor 4, --mesh.context 2. Choose --seq 16.",
+        ),
+        (
             ["--mesh.tensor", "2", "--mesh.context", "2", "--sequence-parallel", "--seq", "14"],
             "must twice the context axis; got --seq 14, --mesh.tensor 2, --mesh.context 2. Choose --seq 16",
         ),
