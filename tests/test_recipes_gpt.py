@@ -279,6 +279,12 @@ def test_a_run_that_is_resumed_writes_over_no_model_but_its_own(tmp_path):
     (folder / "model.safetensors").touch()  # of another run, which is writing it
     with pytest.raises(ValueError, match="to a folder without one; got"):
         SaveFolder(folder, dataclasses.replace(begun, resume=True)).check()
+    shutil.rmtree(folder)
+    third = dataclasses.replace(new, out_dir=tmp_path / "c")
+    third.out_dir.mkdir()
+    write_until_killed(folder, third)
+    with pytest.raises(ValueError, match="to a folder without one; got"):
+        SaveFolder(folder, dataclasses.replace(begun, resume=True)).check()
 
 
 def test_a_model_that_came_where_a_killed_run_had_written_is_not_that_run_s(tmp_path):

@@ -318,6 +318,12 @@ def test_what_an_error_of_fields_says_to_rename_is_learned_as_it_was_meant(examp
         assert ("of c" in learned["prompt"]) == ("of c" in example.values())
 
 
+def test_messages_beside_a_prompt_of_messages_are_its_completion():
+    turns = {"prompt": [{"role": "user"}], "response": [{"role": "assistant"}]}
+    with pytest.raises(ValueError, match='Rename "response" to "completion"\\.'):
+        kind_of(turns)
+
+
 def test_an_answer_that_is_no_string_has_no_other_name():
     squad = {"context": "c", "question": "a?", "answers": {"text": ["b"]}}
     with pytest.raises(ValueError, match=r"question\. Write each example with these fields: str"):

@@ -89,7 +89,8 @@ def _remedy(example: Mapping[str, Any]) -> str:
         has_objects = isinstance(value, list) and value and isinstance(value[0], Mapping)
         first = value[0] if has_objects else {}
         if "role" in first:
-            return f'Rename {_shown(name)} to "messages".'
+            is_answer = isinstance(example.get("prompt"), list)
+            return f"Rename {_renaming([name], 'completion' if is_answer else 'messages')}."
         if "from" in first:
             return f'Rename {_shown(name)} to "conversations".'
         if any(set(kind) <= set(first) for kind in (*KINDS, *OTHER_KINDS)):
@@ -110,9 +111,10 @@ def _renamed(example: Mapping[str, Any]) -> str:
     of_trl = {"prompt", "completion"} & {*asked, *answered}
     of_alpaca = {"instruction", "output"} & {*asked, *answered} or context or has(("system",))
     kind = KINDS[1] if of_trl and not of_alpaca else OTHER_KINDS[0]
-    wanted = [(asked, kind[0]), (answered, kind[1])]
-    wanted += [(context, "input")] if context else []
-    return ", ".join(_renaming(names, name) for names, name in wanted if name not in names)
+    wanted = {kind[0]: asked, kind[1]: answered, "input": context}
+    new = {name: names for name, names in wanted.items() if names and name not in names}
+    in_order = sorted(new, key=lambda name: [*example].index(new[name][0]))
+    return ", ".join(_renaming(new[name], name) for name in in_order)
 
 
 def _renaming(names: Sequence[str], name: str) -> str:
