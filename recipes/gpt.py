@@ -240,7 +240,10 @@ def main(config: Config) -> None:
 def read_flags(config: Config) -> tuple[Config, Mesh, Data]:
     """Returns the flags, checked, with the numbers that depend on the mesh, the mesh and the tokens."""
     check_matplotlib()
-    with language_data.rows_checked_too(config, config.recipe.init_from):
+    own = config.recipe
+    with language_data.rows_checked_too(
+        config, own.init_from, sequence_parallel=own.sequence_parallel
+    ):
         mesh = make_mesh(config)
     saved = saved_settings(config)
     config = optimizers.with_saved_warmup(config, saved)
@@ -307,14 +310,16 @@ def check_flags(config: Config, mesh: Mesh) -> None:
     multiple = language_data.row_multiple(mesh, sequence_parallel=own.sequence_parallel)
     if own.sequence_parallel and data.seq % multiple:
         tensor, context = mesh.shape["tensor"], mesh.shape["context"]
-        too, axis = (
-            ("", "")
-            if context == 1
-            else (", as must twice the context axis", f", --mesh.context {context}")
-        )
+        rule, axis = "a row over the tensor axis, which must divide it", ""
+        if context > 1:
+            rule = (
+                "the part of a row that each device of the context axis has over the tensor axis, so that the product of the "
+                "two must divide a row, as must twice the context axis"
+            )
+            axis = f", --mesh.context {context}"
         raise ValueError(
-            f"--sequence-parallel splits a row over the tensor axis, which must divide it{too}; "
-            f"got --seq {data.seq}, --mesh.tensor {tensor}{axis}. Choose --seq {round_up(data.seq, multiple)}."
+            f"--sequence-parallel splits {rule}; got --seq {data.seq}, --mesh.tensor {tensor}{axis}. "
+            f"Choose --seq {round_up(data.seq, multiple)}."
         )
     check_sequences({"tokens": jax.ShapeDtypeStruct((1, data.seq), "int32")}, mesh)
     if own.save_hf is not None:

@@ -128,6 +128,19 @@ def test_a_lease_of_another_machine_is_taken_once_its_beats_stand_still(
     assert numbers(tmp_path) == [4]
 
 
+def test_both_folders_of_a_process_of_another_machine_are_waited_for_once(tmp_path, clock, quick):
+    """A run holds its own folder and that of its model."""
+    for folder in ("a", "tuned"):
+        put(tmp_path / folder, ELSEWHERE)
+    put(tmp_path / "other", replace(ELSEWHERE, token="a third"))
+    quick(tmp_path / "a").take()
+    waited = clock[0]
+    quick(tmp_path / "tuned").take()
+    assert clock[0] == waited, "its owner is known to be silent"
+    quick(tmp_path / "other").take()
+    assert clock[0] >= waited + QUICK["stale_seconds"], "another owner is not"
+
+
 def test_a_lease_of_another_machine_that_beats_is_kept(tmp_path, quick):
     put(tmp_path, ELSEWHERE)  # before the thread starts, which may be after take() has looked
     over = threading.Event()

@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import urllib.request
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,7 +33,14 @@ from jaxpar.metrics.exporters import PrometheusExporter
 from jaxpar.models import transformer
 from jaxpar.models.transformer import presets
 from jaxpar.params import abstract_params, init_params, stack_layers
-from jaxpar.run import evaluation, language_data, language_model, model_files, optimizers
+from jaxpar.run import (
+    evaluation,
+    language_data,
+    language_model,
+    model_files,
+    optimizers,
+    save_folder,
+)
 from jaxpar.run.evaluation import Evaluation
 from jaxpar.run.folder import own_files
 from jaxpar.run.language_model import ModelFlags
@@ -200,11 +208,20 @@ def go_on(run, folder, step, out_dir, *flags):
     run(out_dir, *flags, "--resume")
 
 
+def write_until_killed(folder, flags):
+    """Leaves a folder as a run does that is killed when its first file of weights is there."""
+    saves = SaveFolder(folder, flags)
+    saves.begin()
+    weights = folder / "model.safetensors"
+    weights.write_text("of this run")
+    saves.note(weights.name, weights)
+
+
 def test_a_model_that_a_killed_run_began_to_write_is_written_anew_when_it_is_resumed(tmp_path):
     folder, new = tmp_path / "hf", gpt.Config.of(out_dir=tmp_path, steps=4).common
     SaveFolder(folder, new).check()
-    SaveFolder(folder, new).begin()
-    for name in ("model.safetensors", "model.safetensors.part", ".tmpoH0azu", "config.json", "a"):
+    write_until_killed(folder, new)
+    for name in ("model.safetensors.part", ".tmpoH0azu", "config.json", "a"):
         (folder / name).touch()
     resumed = dataclasses.replace(new, resume=True)
     others = [
@@ -255,14 +272,82 @@ def test_a_run_that_is_resumed_writes_over_no_model_but_its_own(tmp_path):
     begun = dataclasses.replace(new, out_dir=tmp_path / "b")  # killed while it wrote
     begun.out_dir.mkdir()
     folder = tmp_path / "begun"
-    SaveFolder(folder, begun).begin()
-    (folder / "model.safetensors").touch()
+    write_until_killed(folder, begun)
     SaveFolder(folder, dataclasses.replace(begun, resume=True)).check()
     shutil.rmtree(folder)
     folder.mkdir()
     (folder / "model.safetensors").touch()  # of another run, which is writing it
     with pytest.raises(ValueError, match="to a folder without one; got"):
         SaveFolder(folder, dataclasses.replace(begun, resume=True)).check()
+    shutil.rmtree(folder)
+    third = dataclasses.replace(new, out_dir=tmp_path / "c")
+    third.out_dir.mkdir()
+    write_until_killed(folder, third)
+    with pytest.raises(ValueError, match="to a folder without one; got"):
+        SaveFolder(folder, dataclasses.replace(begun, resume=True)).check()
+
+
+def test_a_model_that_came_where_a_killed_run_had_written_is_not_that_run_s(tmp_path):
+    """`rm tuned/*` leaves the hidden note of the run that was killed."""
+    folder, new = tmp_path / "hf", gpt.Config.of(out_dir=tmp_path / "a", steps=4).common
+    new.out_dir.mkdir()
+    resumed = dataclasses.replace(new, resume=True)
+    write_until_killed(folder, new)
+    (folder / "model.safetensors").unlink()
+    SaveFolder(folder, resumed).begin()  # there is no model
+    for name, text in [("config.json", "{}"), ("model.safetensors", "of another run")]:
+        (folder / name).write_text(text)
+        for call in ("check", "claim", "begin"):
+            with released_at_end(), pytest.raises(ValueError, match="to a folder without one; got"):
+                getattr(SaveFolder(folder, resumed), call)()
+        assert (folder / name).read_text() == text
+
+
+def test_a_run_knows_each_file_of_weights_as_its_own_once_it_has_its_name(tmp_path, monkeypatch):
+    shape = transformer.preset("gpt2-bytes", num_layers=2)
+    params = init_params(transformer.param_table(shape), jax.random.key(0))
+    new = gpt.Config.of(out_dir=tmp_path / "a", steps=4).common
+    resumed, folder = dataclasses.replace(new, resume=True), tmp_path / "hf"
+    new.out_dir.mkdir()
+    begun, replace = [], os.replace
+
+    def replace_and_look(source, target):
+        replace(source, target)
+        begun.append((Path(target).name, SaveFolder(folder, resumed).is_begun()))
+
+    saves = SaveFolder(folder, new)
+    saves.begin()
+    monkeypatch.setattr(os, "replace", replace_and_look)
+    write = partial(huggingface.write_model, max_file_bytes=10**6, note=saves.note)
+    write(folder, shape, params)
+    names = [name for name, _ in begun]
+    assert sum(name.endswith(".safetensors") for name in names) > 1
+    assert names[-1] == "config.json"
+    assert all(known for _, known in begun), begun
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_all_processes_know_that_the_first_cannot_note_what_it_writes(
+    tmp_path, monkeypatch, capsys, process
+):
+    new, folder = gpt.Config.of(out_dir=tmp_path / "a", steps=4).common, tmp_path / "hf"
+    (new.out_dir / "save_hf.json").mkdir(parents=True)  # which process 0 cannot write over
+    told = []
+
+    def exchange(name, value):
+        told.append((name, value))
+        is_told = process == 1 and name == "model to begin"
+        return [(errno.EACCES, "Permission denied", "a/save_hf.json") if is_told else value]
+
+    monkeypatch.setattr(save_folder, "exchange", exchange)
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    kept = []
+    with pytest.raises(SystemExit, match="74"):
+        SaveFolder(folder, new).save(None, None, described_by=folder, keep=lambda: kept.append(1))
+    assert kept == [1]
+    assert "model to begin" in dict(told)
+    assert process == 1 or "save_hf.json': the model was not written" in capsys.readouterr().err
 
 
 def test_one_run_at_a_time_claims_the_folder_of_its_model(tmp_path, capsys, monkeypatch):
@@ -996,6 +1081,10 @@ def test_weight_decay_spares_biases_norms_and_positions():
         (
             ["--mesh.tensor", "2", "--sequence-parallel", "--seq", "15"],
             "must divide it; got --seq 15, --mesh.tensor 2. Choose --seq 16",
+        ),
+        (
+            ["--mesh.tensor", "4", "--mesh.context", "2", "--sequence-parallel", "--seq", "12"],
+            "--mesh.tensor 4, --mesh.context 2. Choose --seq 16.",
         ),
         (
             ["--mesh.tensor", "2", "--mesh.context", "2", "--sequence-parallel", "--seq", "14"],

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import re
 import shutil
@@ -236,10 +237,30 @@ def test_the_seq_for_long_examples_is_one_that_the_mesh_splits(checked, tmp_path
     data.mkdir()
     (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:10]))
     (data / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[10:]))
-    mesh = ["--mesh.context", "2", "--mesh.tensor", "2", "--sequence-parallel", "--eval-rows", "2"]
-    flags = ["--data", str(data), *mesh]
+    mesh = ["--mesh.context", "2", "--mesh.tensor", "4", "--sequence-parallel", "--eval-rows", "2"]
+    flags = ["--data", str(data), *mesh, "--batch-size", "2"]
     seq = re.search(r"Choose --seq (\d+), or", checked(*flags))[1]
+    assert int(seq) % 8 == 0, "tensor splits what each part of context has"
     assert checked(*flags, "--seq", seq) is None
+    beside_mesh = checked(*flags, "--mesh.data", "7")
+    assert "Also, an example with a prompt must fit in a row" in beside_mesh
+    assert f"Choose --seq {seq}, or" in beside_mesh
+
+
+def test_a_single_example_of_which_both_pieces_fit_is_learned(tmp_path):
+    data = tmp_path / "one.jsonl"
+    data.write_text(json.dumps({"prompt": "p" * 30, "completion": "c" * 82}))
+    given = {"data": (data,), "token_cache": tmp_path / "cache"}
+
+    def rows(seq):
+        flags = DataFlags(seq=seq, **given)
+        return language_data.make_rows(flags, language_data.load_data(flags), 256)
+
+    with pytest.raises(
+        ValueError, match=r"examples?, the first of 102 tokens .*seq=101"
+    ) as refused:
+        rows(90)
+    assert [len(part) for part in rows(101)] == [1, 1], refused.value
 
 
 @pytest.mark.parametrize(
@@ -267,6 +288,46 @@ def test_preferences_are_told_that_they_are_not_trained_and_how_to_learn_the_cho
     learned, _ = as_learned(renamed | {new: preferred[old]}, has_chat_template=True)
     assert "b" in str(learned)
     assert "c" not in str(learned.get("completion", ""))
+
+
+NO_KIND = [
+    {"prompt": "a?", "response": "b"},
+    {"prompt": "a?", "answer": "b", "context": "of c"},
+    {"question": "a?", "completion": "b"},
+    {"instruction": "a?", "completion": "b", "input": "of c"},
+    {"query": "a?", "answer": "b", "response": "b"},
+    {"question": "a?", "answer": "b", "passages": [{"title": "c", "text": "d"}]},
+    {"question": "a?", "answer": "b", "history": [{"role": "user", "content": "c"}]},
+    {"question": "a?", "answer": "b", "context": "of c"},
+    {"system": "c", "question": "a?", "chosen": "b", "rejected": "d"},
+]
+
+
+@pytest.mark.parametrize("example", NO_KIND, ids=" ".join)
+def test_what_an_error_of_fields_says_to_rename_is_learned_as_it_was_meant(example):
+    with pytest.raises(ValueError, match="an example must have") as refused:
+        kind_of(example)
+    found = re.findall(r'((?:"\w+" or )*"\w+") to "(\w+)"', str(refused.value))
+    names = [re.findall(r"\w\w\w+", old) for old, _ in found]
+    for chosen in itertools.product(*names):
+        new = dict(zip(chosen, (name for _, name in found), strict=True))
+        renamed = {new.get(name, name): value for name, value in example.items()}
+        learned, _ = as_learned(renamed, has_chat_template=False)
+        assert learned["completion"] == "b"
+        assert "a?" in learned["prompt"]
+        assert ("of c" in learned["prompt"]) == ("of c" in example.values())
+
+
+def test_messages_beside_a_prompt_of_messages_are_its_completion():
+    turns = {"prompt": [{"role": "user"}], "response": [{"role": "assistant"}]}
+    with pytest.raises(ValueError, match='Rename "response" to "completion"\\.'):
+        kind_of(turns)
+
+
+def test_an_answer_that_is_no_string_has_no_other_name():
+    squad = {"context": "c", "question": "a?", "answers": {"text": ["b"]}}
+    with pytest.raises(ValueError, match=r"question\. Write each example with these fields: str"):
+        kind_of(squad)
 
 
 def test_an_example_with_fields_of_two_kinds_is_told_which():

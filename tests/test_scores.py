@@ -213,3 +213,15 @@ def test_parts_of_a_character_are_named_by_their_bytes_and_are_entries_of_their_
     assert echo.text == text
     assert tokenizer.bytes_of(row[-1]) == "台".encode()[-1:]
     assert b"a" in map(tokenizer.bytes_of, row)
+
+
+def test_tokens_beyond_the_bytes_of_a_model_of_bytes_have_no_text():
+    """Its vocabulary may be larger than 256: "jaxpar_tokens": "bytes" says only what the first 256 are."""
+    tokenizer, row = ByteTokenizer(), [*b"ab", 283, 256]
+    top = np.array([[283, 97]] * len(row))
+    scores = TokenScores(-np.ones(len(row)), top, np.tile([-2.0, -3.0], (len(row), 1)))
+    echo = echo_of(tokenizer, None, np.array(row))
+    found = logprobs(tokenizer, row, scores, num_prompt=len(row), num_top=2, echo=echo)
+    assert found["tokens"] == ["a", "b", "", ""]
+    assert found["top_logprobs"][1] == {"b": -1, "": -2, "a": -3}
+    assert tokenizer.decode(np.array(row)) == echo.text == "ab"

@@ -81,6 +81,15 @@ class Corpus(TokenisedFiles):
     train: Documents
     test: Documents
 
+    def both_parts(self) -> Documents:
+        """Returns the documents of both parts, in order: a single one is in two pieces."""
+        if len(self.documents) > 1:
+            return self.documents
+        starts = np.append(self.train.starts, self.test.starts)
+        return replace(
+            self.documents, starts=starts, ends=np.append(self.train.ends, self.test.ends)
+        )
+
     def checksums_of(self, documents: Documents) -> np.ndarray:
         """Returns the checksums of some of the documents; none if there is a single one, of which each part has a piece."""
         if len(self.documents) == 1:

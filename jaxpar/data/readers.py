@@ -30,7 +30,8 @@ OTHER_KINDS = (
 )  # looked for where there is none of the above
 OPTIONAL = ("input", "system")  # of the others
 FIELDS = tuple(dict.fromkeys(name for kind in (*KINDS, *OTHER_KINDS, OPTIONAL) for name in kind))
-USUAL = {"question": "instruction", "context": "input", "response": "output", "answer": "output"}
+ASKED = ("prompt", "instruction", "question", "query")  # usual names of strings
+ANSWERED = ("completion", "output", "response", "answer")
 ROLES = {"human": "user", "user": "user", "system": "system"}
 ROLES |= dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "assistant")
 NOT_BY_LINE = "A .jsonl has an object a line; if the file is one list of objects, name it .json."
@@ -79,21 +80,54 @@ def _remedy(example: Mapping[str, Any]) -> str:
     if {"chosen", "rejected"} <= set(example):
         return (
             "Preferences are not trained; to learn the chosen answers alone, rename "
-            f'"chosen" to "{_name_of_chosen(example)}".'
+            f"{_renamed_of_chosen(example)}."
         )
-    shown = lambda name: f'"{printable(str(name))}"'
+    if renamed := _renamed(example):
+        return f"Rename {renamed}."
     others = {name: value for name, value in example.items() if name not in FIELDS}
     for name, value in others.items():
         has_objects = isinstance(value, list) and value and isinstance(value[0], Mapping)
         first = value[0] if has_objects else {}
         if "role" in first:
-            return f'Rename {shown(name)} to "messages".'
+            is_answer = isinstance(example.get("prompt"), list)
+            return f"Rename {_renaming([name], 'completion' if is_answer else 'messages')}."
         if "from" in first:
-            return f'Rename {shown(name)} to "conversations".'
+            return f'Rename {_shown(name)} to "conversations".'
         if any(set(kind) <= set(first) for kind in (*KINDS, *OTHER_KINDS)):
-            return f"Write each object of {shown(name)} on a line of its own, in a .jsonl."
-    renamed = [f'{shown(name)} to "{USUAL[name]}"' for name in others if name in USUAL]
-    return f"Rename {', '.join(renamed) or 'or remove fields'}."
+            return f"Write each object of {_shown(name)} on a line of its own, in a .jsonl."
+    return "Write each example with these fields: strings, or a list of messages."
+
+
+def _shown(name: object) -> str:
+    return f'"{printable(str(name))}"'
+
+
+def _renamed(example: Mapping[str, Any]) -> str:
+    """Returns the fields of a question and its answer, with the names under which they are learned; "" if it has none."""
+    has = lambda names: [name for name in names if isinstance(example.get(name), str)]
+    asked, answered, context = has(ASKED), has(ANSWERED), has(("input", "context"))
+    if not asked or not answered:
+        return ""
+    of_trl = {"prompt", "completion"} & {*asked, *answered}
+    of_alpaca = {"instruction", "output"} & {*asked, *answered} or context or has(("system",))
+    kind = KINDS[1] if of_trl and not of_alpaca else OTHER_KINDS[0]
+    wanted = {kind[0]: asked, kind[1]: answered, "input": context}
+    new = {name: names for name, names in wanted.items() if names and name not in names}
+    in_order = sorted(new, key=lambda name: [*example].index(new[name][0]))
+    return ", ".join(_renaming(new[name], name) for name in in_order)
+
+
+def _renaming(names: Sequence[str], name: str) -> str:
+    """Returns one of several names and the one that it is to have."""
+    return f'{" or ".join(map(_shown, names))} to "{name}"'
+
+
+def _renamed_of_chosen(example: Mapping[str, Any]) -> str:
+    """Returns the better answer of a preference, and what was asked, with the names under which they are learned."""
+    asked = [name for name in ASKED if isinstance(example.get(name), str)]
+    if "prompt" in example or not asked or not isinstance(example["chosen"], str):
+        return _renaming(["chosen"], _name_of_chosen(example))
+    return f"{_renaming(asked, 'prompt')} and {_renaming(['chosen'], 'completion')}"
 
 
 def _name_of_chosen(example: Mapping[str, Any]) -> str:

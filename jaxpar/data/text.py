@@ -431,13 +431,14 @@ class ByteTokenizer(Tokenizer):
         return found
 
     def decode(self, tokens: np.ndarray, *, special: bool = False) -> str:
-        """Returns the text of bytes; bytes that are not UTF-8 become the replacement character."""
+        """Returns the text of bytes, a replacement character for those that are not UTF-8; other tokens have no text."""
         del special
-        return bytes(np.asarray(tokens, np.uint8)).decode(errors="replace")
+        found = np.asarray(tokens)
+        return found[found < self.vocab_size].astype(np.uint8).tobytes().decode(errors="replace")
 
     def bytes_of(self, token: int) -> bytes:
-        """Returns the byte."""
-        return bytes(np.array([token], np.uint8))
+        """Returns the byte; none for a token of a larger vocabulary, which a model of bytes may have."""
+        return bytes([token]) if token < self.vocab_size else b""
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None

@@ -15,7 +15,7 @@ import errno
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -73,6 +73,7 @@ def write_model(
     source: Path | str | None = None,
     dtype: Any = None,
     max_file_bytes: int = 5 * 10**9,
+    note: Callable[[str, Path], None] | None = None,
 ) -> None:
     """Writes params as a folder that ``transformers``' ``from_pretrained`` reads; every process must call it.
 
@@ -89,6 +90,8 @@ def write_model(
             else of the params.
         max_file_bytes: If the tensors take more, they are distributed over several files. A file is larger than this only if
             it holds a single tensor.
+        note: ``note(name, path)`` is called in the first process for each file of weights, at ``path`` with all its contents,
+            before it gets its name. None: nothing is called.
 
     Raises:
         ImportError: The extra ``hf`` is not installed.
@@ -125,10 +128,13 @@ def write_model(
             check_finite(wrong, f"to be written to {folder}", dtype, REMEDY)
             if is_first:
                 folder.mkdir(parents=True, exist_ok=True)
-                write_atomically(
-                    folder / name,
-                    lambda path, tensors=tensors: save_file(tensors, path, {"format": "pt"}),
-                )
+
+                def write(path: Path, name: str = name, tensors: Any = tensors) -> None:
+                    save_file(tensors, path, {"format": "pt"})
+                    if note is not None:
+                        note(name, path)
+
+                write_atomically(folder / name, write)
     if is_first:
         if source is not None:
             copy_files(source, folder)

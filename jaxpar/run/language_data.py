@@ -321,16 +321,29 @@ def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource,
 
 
 def row_multiple(mesh: Any, *, sequence_parallel: bool = False) -> int:
-    """Returns what must divide the tokens of a row: twice ``context``, if above 1, and ``tensor`` where it splits sequences."""
-    parts = 1 if mesh.shape["context"] == 1 else 2 * mesh.shape["context"]
-    return math.lcm(parts, mesh.shape["tensor"] if sequence_parallel else 1)
+    """Returns what must divide a row's tokens: ``context`` splits it into twice as many chunks, and ``tensor`` perhaps again.
+
+    Args:
+        mesh: The mesh.
+        sequence_parallel: Whether ``tensor`` splits the sequence, of which a device has the part of its ``context``.
+    """
+    context = mesh.shape["context"]
+    parts = 1 if context == 1 else 2 * context
+    return math.lcm(parts, context * mesh.shape["tensor"] if sequence_parallel else 1)
 
 
 @contextmanager
-def rows_checked_too(flags: LanguageFlags, init_from: Path | None) -> Iterator[None]:
+def rows_checked_too(
+    flags: LanguageFlags, init_from: Path | None, *, sequence_parallel: bool = False
+) -> Iterator[None]:
     """Adds what is wrong with the rows to an error of the ``with`` block, which makes the mesh, so that one message has all.
 
     Large data are not read for it.
+
+    Args:
+        flags: The flags.
+        init_from: As for ``load_data``.
+        sequence_parallel: As for ``row_multiple``.
     """
     try:
         yield
@@ -344,7 +357,8 @@ def rows_checked_too(flags: LanguageFlags, init_from: Path | None) -> Iterator[N
             raise
         try:
             flags = in_rows(flags, sizes)
-            data = load_data(flags.data, init_from, multiple=row_multiple(sizes))
+            multiple = row_multiple(sizes, sequence_parallel=sequence_parallel)
+            data = load_data(flags.data, init_from, multiple=multiple)
             train, _ = make_rows(flags.data, data, MOST_TOKENS)
             check_rows(flags, len(train), sizes)
         except (ValueError, OSError) as other:
@@ -434,7 +448,7 @@ def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool, multiple: in
 
     def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, str]:
         if flags.long_examples == "refuse":
-            fitting(corpus.documents, seq)  # of both, so that one --seq holds them all
+            fitting(corpus.both_parts(), seq)  # so that one --seq holds them all
         (train, some), (test, others) = (fitting(each, seq) for each in (corpus.train, corpus.test))
         make = partial(
             PackedRows, seq=seq, vocab_size=vocab_size, max_documents=flags.max_documents

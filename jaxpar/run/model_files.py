@@ -140,13 +140,18 @@ def checksum_of_model(folder: Path) -> str:
     """Returns a checksum of the names, sizes, beginnings and ends of a model's files, which does not depend on the folder."""
     found = 0
     for path in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
-        size = path.stat().st_size
-        found = zlib.crc32(f"{path.name} {size}".encode(), found)
-        with path.open("rb") as file:
-            found = zlib.crc32(file.read(CHECKED_BYTES), found)
-            file.seek(max(size - CHECKED_BYTES, 0))
-            found = zlib.crc32(file.read(), found)
+        found = checksum_of_file(path, path.name, found)
     return f"{found:08x}"
+
+
+def checksum_of_file(path: Path, name: str, before: int = 0) -> int:
+    """Returns a checksum of a name and of the size, beginning and end of a file, after those files with the one ``before``."""
+    size = path.stat().st_size
+    found = zlib.crc32(f"{name} {size}".encode(), before)
+    with path.open("rb") as file:
+        found = zlib.crc32(file.read(CHECKED_BYTES), found)
+        file.seek(max(size - CHECKED_BYTES, 0))
+        return zlib.crc32(file.read(), found)
 
 
 def save_adapters(

@@ -1,7 +1,7 @@
 """The folder of --save-hf: a run claims it before it trains, and at the end it writes over no model but its own.
 
     tuned/.lease/           the claim, as that of --out-dir, until the model is written
-    tuned/.save_hf.json     the number of the run that writes there, until the model is whole
+    tuned/.save_hf.json     until the model is whole: the number of the run that writes there, checksums of weights so far
     runs/a/save_hf.json     the folder, the steps and the number of this run, and then a checksum of the model that it wrote
 
 A run that was killed while it wrote, or after it, is resumed with as many steps and writes its model anew.
@@ -9,7 +9,7 @@ A run that was killed while it wrote, or after it, is resumed with as many steps
 
 import secrets
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from jaxpar.models.transformer import TransformerConfig
 from jaxpar.run.flags import CommonFlags
 from jaxpar.run.folder import CHECKPOINTS
 from jaxpar.run.messages import say, stop
-from jaxpar.run.model_files import checksum_of_model, merged
+from jaxpar.run.model_files import checksum_of_file, checksum_of_model, merged
 from jaxpar.runtime.coordination import exchange
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.lease import Lease
@@ -37,6 +37,10 @@ from jaxpar.runtime.uncaught import DISK_FAULTS
 
 MARK = "save_hf.json"
 PART_OF_SAFETENSORS = ".tmp"  # begins the name under which the library writes a file
+
+
+class NotBegunError(OSError):
+    """The first process cannot write what it notes of a model; every process raises it."""
 
 
 class SaveFolder:
@@ -49,6 +53,7 @@ class SaveFolder:
 
     def __init__(self, path: Path, flags: CommonFlags) -> None:
         self.path, self._flags = path, flags
+        self._there = path / f".{MARK}"
         self._lease = Lease(
             path,
             remedy=f"Give another folder ({arg('save_hf')}), or stop that run first.",
@@ -94,12 +99,20 @@ class SaveFolder:
         Raises:
             FolderTakenError: The folder has another model.
             LostError: Another run has taken the folder.
-            OSError: The run's folder cannot be written.
+            NotBegunError: The run's folder, or that of the model, cannot be written.
         """
         self.check()
         self._still_claimed()
-        if jax.process_index() != 0:
-            return
+        failed = None
+        if jax.process_index() == 0:
+            try:
+                self._begin()
+            except OSError as error:
+                failed = error.errno, error.strerror, error.filename and str(error.filename)
+        if failed := exchange("model to begin", failed)[0]:
+            raise NotBegunError(*failed)
+
+    def _begin(self) -> None:
         mark = self._mark() | {"number": secrets.token_hex(8)}
         if self._flags.resume and self._is_own():
             mark["number"] = self._read(self._flags.out_dir / MARK)["number"]
@@ -108,7 +121,21 @@ class SaveFolder:
                     path.unlink()
         write_json(self._flags.out_dir / MARK, mark)
         self.path.mkdir(parents=True, exist_ok=True)
-        write_json(self.path / f".{MARK}", {"number": mark["number"]})
+        write_json(self._there, {"number": mark["number"]})
+
+    def note(self, name: str, path: Path) -> None:
+        """Notes a file of weights as the run's own, before it gets its name; the first process calls it.
+
+        Args:
+            name: The name.
+            path: The file, whole.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
+        noted = self._read(self._there)
+        weights = noted.get("weights", {}) | {name: checksum_of_file(path, name)}
+        write_json(self._there, noted | {"weights": weights})
 
     def end(self) -> None:
         """Notes which model was written, so that the run may write it anew, and gives the folder back."""
@@ -118,7 +145,7 @@ class SaveFolder:
             if mark := self._read(self._flags.out_dir / MARK):
                 mark["checksum"] = checksum_of_model(self.path)
                 write_json(self._flags.out_dir / MARK, mark)
-            (self.path / f".{MARK}").unlink(missing_ok=True)
+            self._there.unlink(missing_ok=True)
         self._lease.release()
 
     def save(
@@ -147,8 +174,8 @@ class SaveFolder:
             self.begin()
             self._write(config, params, described_by)
         except (OSError, export.FolderTakenError) as error:
-            # In a run of several processes the first one writes, and all know these two reasons.
-            known = isinstance(error, (export.NoRoomError, export.FolderTakenError))
+            # In a run of several processes the first one writes, and all know these reasons.
+            known = isinstance(error, (export.NoRoomError, export.FolderTakenError, NotBegunError))
             if known or jax.process_count() == 1:
                 keep()
                 if getattr(error, "errno", None) not in DISK_FAULTS:
@@ -193,7 +220,9 @@ class SaveFolder:
 
     def _write(self, config: TransformerConfig, params: PyTree, described_by: Path) -> None:
         params, remark = layer_by_layer(params) if has_codes(params) else merged(params), ""
-        write = partial(export.write_model, self.path, config, params, source=described_by)
+        write = partial(
+            export.write_model, self.path, config, params, source=described_by, note=self.note
+        )
         try:
             try:
                 write()
@@ -202,7 +231,7 @@ class SaveFolder:
                 write(dtype="float32")
         except BaseException:
             if jax.process_index() == 0 and not _has_part_of_model(self.path):
-                (self.path / f".{MARK}").unlink(missing_ok=True)
+                self._there.unlink(missing_ok=True)
             raise
         say(f"written: {self.path}/, a model for transformers{remark}")
 
@@ -220,10 +249,19 @@ class SaveFolder:
         mark = self._read(self._flags.out_dir / MARK)
         if not mark or any(mark.get(name) != value for name, value in self._mark().items()):
             return False
-        there = self._read(self.path / f".{MARK}")
-        if there or not (self.path / CONFIG).is_file():
-            return there.get("number", "") == mark.get("number")
+        noted = self._read(self._there)
+        if noted or not (self.path / CONFIG).is_file():
+            return noted.get("number", "") == mark.get("number") and self._has_only(noted)
         return checksum_of_model(self.path) == mark.get("checksum")
+
+    def _has_only(self, noted: Mapping[str, Any]) -> bool:
+        """Returns whether all weights in the folder are those noted: it may have been emptied since, but for hidden files."""
+        there = [path for path in self.path.iterdir() if export.is_of_model(path.name)]
+        weights = [path for path in there if path.suffix == ".safetensors"]
+        own = noted.get("weights", {})
+        is_own = all(checksum_of_file(path, path.name) == own.get(path.name) for path in weights)
+        has_others = any(path.suffix == ".json" for path in there)  # written after the weights
+        return is_own and bool(weights or not has_others)
 
     def _mark(self) -> dict[str, Any]:
         return {"folder": str(self.path.resolve()), "steps": self._flags.steps}

@@ -4,8 +4,9 @@
 
 The file with the highest number is the lease. A process that wants the folder creates the file with the next number, which
 succeeds for only one process, and reads it back. It may do so when the lease is released, when its owner has ended (on the same
-machine, where that can be detected), or when its ``beats`` have not changed for ``STALE_SECONDS`` (on another machine). The
-owner increments ``beats`` every ``BEAT_SECONDS``, and has lost the lease when it finds a higher number or another owner.
+machine, where that can be detected), or when its ``beats`` have not changed for ``STALE_SECONDS`` (on another machine); it then
+takes other folders of that owner at once. The owner increments ``beats`` every ``BEAT_SECONDS``, and has lost the lease when it
+finds a higher number or another owner.
 
 It only creates, reads and overwrites files, so it works where ``flock`` does not: on NFS, and on object stores mounted as a
 folder. If a store lets two processes create the same file, the one whose file was overwritten detects it at its next beat. It
@@ -118,6 +119,9 @@ class Lease:
         self._lock = threading.RLock()
         self._me: Owner | None = None  # as it was last written; None: not taken
         self._number, self._is_wanted = 0, False
+        self._silent = (
+            ""  # the token of the owner from whom it was taken since its beats stood still
+        )
         self._made: list[
             Path
         ] = []  # the folder and those above it that this lease created, the inner ones first
@@ -154,9 +158,11 @@ class Lease:
                 has_beaten, seen, quiet_since = seen is not None, newest, now
             named = owner or named
             is_here = owner is not None and owner.is_here()
-            is_stale = not is_here and now - quiet_since >= STALE_SECONDS
+            is_silent = now - quiet_since >= STALE_SECONDS or (owner and _is_silent(owner))
+            is_stale = not is_here and is_silent
             if number == 0 or is_stale or (owner is not None and owner.is_gone()):
                 if self._create(number + 1):
+                    self._silent = owner.token if is_stale and owner is not None else ""
                     return
             elif now - begun >= PATIENCE_SECONDS and (is_here or has_beaten):
                 wait = f"Wait until it ends, stop it, or give another folder ({arg('out_dir')})."
@@ -294,6 +300,11 @@ class Lease:
 
 
 _taken: list[Lease] = []  # the leases that this process has taken
+
+
+def _is_silent(owner: Owner) -> bool:
+    """Returns whether this process holds another folder of an owner, whose beats stood still there."""
+    return any(lease._silent == owner.token for lease in _taken)
 
 
 @contextlib.contextmanager
