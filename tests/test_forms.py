@@ -9,7 +9,8 @@ import pytest
 
 from jaxpar.data import json_text
 from jaxpar.data.examples import Examples, check_examples, check_messages
-from jaxpar.data.readers import as_learned, is_records, read_records
+from jaxpar.data.forms import as_learned
+from jaxpar.data.readers import is_records, read_records
 from jaxpar.data.text import ByteTokenizer, load_text
 from tests.support.texts import WordTokenizer, documents_of, write_lines
 

@@ -19,8 +19,8 @@ import jaxpar
 from jaxpar import huggingface
 from jaxpar.checkpoint.restore import check_config
 from jaxpar.commands import recipe as cli
+from jaxpar.data.forms import as_learned, kind_of
 from jaxpar.data.packing import IGNORED
-from jaxpar.data.readers import as_learned, kind_of
 from jaxpar.huggingface import read_tokenizer
 from jaxpar.models import transformer
 from jaxpar.run import Run, evaluation, language_data, language_model

@@ -5,7 +5,7 @@
     .parquet, .arrayrecord          text                    all of it is learned
                                     prompt and completion   the completion is learned
                                     messages                what the assistant says is learned; the tokenizer's chat template
-                                    others (readers.py)     turned into one of these
+                                    others (forms.py)       turned into one of these
 
 Other fields are ignored, and named by ``ignored``. A .json, .csv or .tsv without such fields is text.
 """
@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxpar import fields
+from jaxpar.data.forms import as_learned, kind_of
 from jaxpar.data.readers import (
     UTF_16,
-    as_learned,
     is_of_lines,
     is_records,
-    kind_of,
     parse_json,
     read_records,
     unread_fields,

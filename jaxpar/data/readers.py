@@ -1,40 +1,21 @@
 """Reads files of examples: JSON, JSON Lines, CSV, Parquet and ArrayRecord, an example an object, line, row or record.
 
-Every format but Parquet's row groups is read an example at a time, so files may be larger than memory. An example has one of
-these forms, known by its fields, and is turned into one of the first three:
-
-    text                                  as it is
-    prompt, completion                    as they are; lists of messages, as TRL has them: messages, of which the prompt's are
-                                          not learned
-    messages                              as they are: a list of objects with role and content, as OpenAI's API has them
-    instruction, output, perhaps input    of Alpaca: messages for a tokenizer with a chat template, else prompt and completion
-    conversations                         of ShareGPT, a list of objects with from and value: messages
+Every format but Parquet's row groups is read an example at a time, so files may be larger than memory. `forms.py` has the forms
+of examples.
 """
 
 import codecs
 import csv
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from jaxpar import fields
+from jaxpar.data.forms import FIELDS, KINDS, NOT_BY_LINE, OTHER_KINDS, kind_of
 from jaxpar.data.json_text import MAX_LINE_BYTES, JsonError, JsonText, once
 from jaxpar.runtime.output import needing_extra, printable, refusing
 
-KINDS = (("text",), ("prompt", "completion"), ("messages",))
-OTHER_KINDS = (
-    ("instruction", "output"),
-    ("conversations",),
-)  # looked for where there is none of the above
-OPTIONAL = ("input", "system")  # of the others
-FIELDS = tuple(dict.fromkeys(name for kind in (*KINDS, *OTHER_KINDS, OPTIONAL) for name in kind))
-ASKED = ("prompt", "instruction", "question", "query")  # usual names of strings
-ANSWERED = ("completion", "output", "response", "answer")
-ROLES = {"human": "user", "user": "user", "system": "system"}
-ROLES |= dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "assistant")
-NOT_BY_LINE = "A .jsonl has an object a line; if the file is one list of objects, name it .json."
 OTHER_NAMES = {".ndjson": ".jsonl"}
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 POINTER, MOST_OF_POINTER = b"version https://git-lfs", 1024  # bytes
@@ -43,203 +24,6 @@ SNIFFED = (
     ".csv",
     ".tsv",
 )  # formats of other things too: examples are known by the fields of the first
-
-
-def kind_of(example: Any) -> tuple[str, ...]:
-    """Returns the fields by which an example is known; raises ValueError where it has none, or those of two kinds."""
-    if not isinstance(example, Mapping):
-        remedy = NOT_BY_LINE if str(example).startswith("[{") else "Correct it."
-        raise ValueError(
-            f"an example must be an object with fields; got {fields.shown(example)}. {remedy}"
-        )
-    for kinds in (KINDS, OTHER_KINDS):
-        found = [kind for kind in kinds if set(kind) <= set(example)]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise ValueError(_of_several_kinds(found))
-    names = ", ".join(sorted(printable(str(name)) for name in example)) or "none"
-    raise ValueError(
-        'an example must have "text", or "prompt" and "completion", or "messages", or "instruction" and "output", or '
-        f'"conversations"; got the fields {names}. {_remedy(example)}'
-    )
-
-
-def _of_several_kinds(kinds: Sequence[Sequence[str]]) -> str:
-    shown = [" with ".join(f'"{name}"' for name in kind) for kind in kinds]
-    return (
-        f"an example must have the fields of one kind; got {' and '.join(shown)}. Keep those of one kind, and remove the "
-        "others."
-    )
-
-
-def _remedy(example: Mapping[str, Any]) -> str:
-    """Returns what to do with an example of no kind."""
-    if "input_ids" in example:
-        return "Put records of tokens into a folder of their own."
-    if {"chosen", "rejected"} <= set(example):
-        return (
-            "Preferences are not trained; to learn the chosen answers alone, rename "
-            f"{_renamed_of_chosen(example)}."
-        )
-    if renamed := _renamed(example):
-        return f"Rename {renamed}."
-    others = {name: value for name, value in example.items() if name not in FIELDS}
-    for name, value in others.items():
-        has_objects = isinstance(value, list) and value and isinstance(value[0], Mapping)
-        first = value[0] if has_objects else {}
-        if "role" in first:
-            is_answer = isinstance(example.get("prompt"), list)
-            return f"Rename {_renaming([name], 'completion' if is_answer else 'messages')}."
-        if "from" in first:
-            return f'Rename {_shown(name)} to "conversations".'
-        if any(set(kind) <= set(first) for kind in (*KINDS, *OTHER_KINDS)):
-            return f"Write each object of {_shown(name)} on a line of its own, in a .jsonl."
-    return "Write each example with these fields: strings, or a list of messages."
-
-
-def _shown(name: object) -> str:
-    return f'"{printable(str(name))}"'
-
-
-def _renamed(example: Mapping[str, Any]) -> str:
-    """Returns the fields of a question and its answer, with the names under which they are learned; "" if it has none."""
-    has = lambda names: [name for name in names if isinstance(example.get(name), str)]
-    asked, answered, context = has(ASKED), has(ANSWERED), has(("input", "context"))
-    if not asked or not answered:
-        return ""
-    of_trl = {"prompt", "completion"} & {*asked, *answered}
-    of_alpaca = {"instruction", "output"} & {*asked, *answered} or context or has(("system",))
-    kind = KINDS[1] if of_trl and not of_alpaca else OTHER_KINDS[0]
-    wanted = {kind[0]: asked, kind[1]: answered, "input": context}
-    new = {name: names for name, names in wanted.items() if names and name not in names}
-    in_order = sorted(new, key=lambda name: [*example].index(new[name][0]))
-    return ", ".join(_renaming(new[name], name) for name in in_order)
-
-
-def _renaming(names: Sequence[str], name: str) -> str:
-    """Returns one of several names and the one that it is to have."""
-    return f'{" or ".join(map(_shown, names))} to "{name}"'
-
-
-def _renamed_of_chosen(example: Mapping[str, Any]) -> str:
-    """Returns the better answer of a preference, and what was asked, with the names under which they are learned."""
-    asked = [name for name in ASKED if isinstance(example.get(name), str)]
-    if "prompt" in example or not asked or not isinstance(example["chosen"], str):
-        return _renaming(["chosen"], _name_of_chosen(example))
-    return f"{_renaming(asked, 'prompt')} and {_renaming(['chosen'], 'completion')}"
-
-
-def _name_of_chosen(example: Mapping[str, Any]) -> str:
-    """Returns the name under which the better answer of a preference is learned: it may begin with its prompt."""
-    prompt, chosen = example.get("prompt"), example["chosen"]
-    if prompt is not None and isinstance(prompt, list) == isinstance(chosen, list):
-        return "completion"
-    return "messages" if isinstance(chosen, list) else "text"
-
-
-def as_learned(
-    example: Mapping[str, Any], *, has_chat_template: bool
-) -> tuple[dict[str, Any], set[str]]:
-    """Returns an example in one of the first three forms, and the names of its fields that are not used.
-
-    Messages have their ``tools`` beside them.
-
-    Args:
-        example: The fields.
-        has_chat_template: Whether the tokenizer can render messages.
-
-    Raises:
-        ValueError: It is of no form, or a message is of an unknown speaker.
-    """
-    found, ignored = _as_learned(example, has_chat_template=has_chat_template)
-    if "messages" not in found:
-        return found, ignored
-    return found | {"tools": example.get("tools")}, ignored - {"tools"}
-
-
-def _as_learned(
-    example: Mapping[str, Any], *, has_chat_template: bool
-) -> tuple[dict[str, Any], set[str]]:
-    kind = kind_of(example)
-    given = {name: value for name, value in example.items() if value is not None}
-    ignored = set(example) - set(kind)
-    if kind == ("conversations",):
-        return {"messages": [*_system(given), *_messages(example["conversations"])]}, ignored - {
-            "system"
-        }
-    if kind == ("prompt", "completion") and all(isinstance(example[name], list) for name in kind):
-        _check_turns(example, kind)
-        return {
-            "messages": [*map(_not_learned, example["prompt"]), *example["completion"]]
-        }, ignored
-    if kind != ("instruction", "output"):
-        return {name: example[name] for name in kind}, ignored
-    asked = [example["instruction"], *([given["input"]] if given.get("input") else [])]
-    if not all(isinstance(each, str) for each in asked):
-        raise ValueError(
-            '"instruction" and "input" must be strings; got another kind. Correct the example.'
-        )
-    if not isinstance(example["output"], str):
-        raise ValueError(
-            f'"output" must be a string; got {fields.shown(example["output"])}. Write the answer, or remove the example.'
-        )
-    if has_chat_template:
-        turns = [
-            {"role": "user", "content": "\n\n".join(asked)},
-            {"role": "assistant", "content": example["output"]},
-        ]
-        return {"messages": [*_system(given), *turns]}, ignored - set(OPTIONAL)
-    return {
-        "prompt": "".join(f"{each}\n\n" for each in asked),
-        "completion": example["output"],
-    }, ignored - {"input"}
-
-
-def _check_turns(example: Mapping[str, Any], kind: Sequence[str]) -> None:
-    for name in kind:
-        if not all(isinstance(turn, Mapping) for turn in example[name]):
-            raise ValueError(
-                '"prompt" and "completion" must be two strings, or two lists of messages; got '
-                f'{fields.shown(example[name])} for "{name}". Correct the example.'
-            )
-
-
-def _not_learned(message: Any) -> Any:
-    is_answer = isinstance(message, Mapping) and message.get("role") == "assistant"
-    return {**message, "weight": 0} if is_answer else message
-
-
-def _system(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [{"role": "system", "content": given["system"]}] if given.get("system") else []
-
-
-def _messages(conversation: Any) -> list[Any]:
-    """Returns the messages of ShareGPT's conversations, which some files give in OpenAI's form."""
-    if not isinstance(conversation, list) or not all(
-        isinstance(turn, Mapping) for turn in conversation
-    ):
-        raise ValueError(
-            '"conversations" must be a list of objects with "from" and "value"; got another form. Correct it.'
-        )
-    return [_message(turn) for turn in conversation]
-
-
-def _message(turn: Mapping[str, Any]) -> Mapping[str, Any]:
-    if "from" not in turn:
-        return turn
-    role, got = ROLES.get(str(turn["from"]).lower()), printable(repr(turn["from"]))[:80]
-    if role is None:
-        raise ValueError(
-            f'"from" must be one of {", ".join(ROLES)}; got {got}. Rename it; give calls of tools and what they return as '
-            '"messages" (docs/text.md), or remove the example.'
-        )
-    if all(turn.get(name) is None for name in ("value", "content", "tool_calls")):
-        raise ValueError(
-            f'each turn must have a "value"; got one from {got} without it. Correct it.'
-        )
-    others = {name: value for name, value in turn.items() if name not in ("from", "value")}
-    return {"role": role, "content": turn.get("value"), **others}
 
 
 def find_files(path: Path) -> list[Path]:

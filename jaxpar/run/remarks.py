@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.data.corpus import Corpus
+from jaxpar.data.forms import kind_of
 from jaxpar.data.json_text import MAX_LINE_BYTES
 from jaxpar.data.packing import Documents
-from jaxpar.data.readers import find_files, kind_of
+from jaxpar.data.readers import find_files
 from jaxpar.data.text import is_held_out
 from jaxpar.huggingface.export import CONFIG, GENERATION, stop_tokens
 from jaxpar.huggingface.tokenizer import SETTINGS, FolderTokenizer
