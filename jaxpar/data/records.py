@@ -140,16 +140,23 @@ class RecordRows(RowSource):
 
     def check(self) -> None:
         """Raises ValueError if one of 64 records, spread over all, cannot be used; others are checked when they are read."""
-        chosen = np.unique(np.linspace(0, len(self) - 1, NUM_CHECKED).astype(np.int64))
-        if (self.take(chosen)["targets"] == IGNORED).all():
+        if (self.take(self._spread())["targets"] == IGNORED).all():
             raise ValueError("records must have labels to learn; got -100 alone. Write them again.")
+
+    def learned_tokens(self) -> list[np.ndarray]:
+        """Returns the targets that are learned of the records that ``check`` reads, in one part; raises as ``take``."""
+        targets = self.take(self._spread())["targets"]
+        return [targets[targets != IGNORED]]
 
     def checksum(self) -> str:
         """Returns a checksum of the records' files; of records from elsewhere, of as many as ``check`` reads."""
         if isinstance(self._records, Records) and self._records.files:
             return checksum_of_files(self._records.files)
-        chosen = np.unique(np.linspace(0, len(self) - 1, NUM_CHECKED).astype(np.int64))
-        return checksum([*self.take(chosen).values()])
+        return checksum([*self.take(self._spread()).values()])
+
+    def _spread(self) -> np.ndarray:
+        """Returns the numbers of 64 records, spread over all, or of all."""
+        return np.unique(np.linspace(0, len(self) - 1, NUM_CHECKED).astype(np.int64))
 
 
 def tokens_of(records: RandomAccess, number: int) -> np.ndarray:
