@@ -279,7 +279,7 @@ def draw(run: Run, text: Data) -> None:
         plot_loss(
             run.out_dir / "loss.png",
             read_metrics(run.out_dir / "metrics.jsonl"),
-            text.entropy,
+            text.unigram_loss,
             text.unit,
         )
         plot_timeline(run.schedule, run.out_dir / "timeline.svg", timing="lockstep")

@@ -218,10 +218,20 @@ def test_with_no_step_whole_nothing_is_restored(folder, manager):
 
 def test_a_step_asked_for_by_number_is_not_swapped_for_another(folder, manager):
     lose(folder / "10")
-    with pytest.raises(
-        BadCheckpointError, match=r"got 1 in .*step 10: _CHECKPOINT_METADATA is missing"
-    ):
+    message = (
+        r"restoring needs an intact checkpoint; got step=10 in .*checkpoints, which is not one: _CHECKPOINT_METADATA is missing"
+        r"\. Give step=5, which is intact, or leave out step for the newest that is\."
+    )
+    with pytest.raises(BadCheckpointError, match=message):
         manager.restore(make_state(manager.mesh), step=10)
+    assert (
+        int(manager.restore(make_state(manager.mesh), step=5).step) == restored_step(manager) == 5
+    )
+    add(folder / "5")
+    with pytest.raises(
+        BadCheckpointError, match=r"got 2 in .*step 5: .* \| step 10: .* missing\. Restore a backup"
+    ):
+        manager.restore(make_state(manager.mesh), step=5)
     with pytest.raises(BadCheckpointError, match=r"checkpoint of step 7 in .*: it has no manifest"):
         manager.manifest(7)
 

@@ -219,7 +219,7 @@ LONG = ("--steps", "1000000", "--fake-devices", "2")
     [
         ("house_prices", signal.SIGINT, "compiled in"),
         pytest.param("digits", signal.SIGTERM, "hidden layers of", marks=pytest.mark.slow),
-        pytest.param("gpt", signal.SIGINT, "entropy", marks=pytest.mark.slow),
+        pytest.param("gpt", signal.SIGINT, "frequencies alone", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_to_a_script_saves_and_exits_75(tmp_path, script, recipe, number, until, capsys):

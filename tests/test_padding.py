@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpar
 from jaxpar.huggingface import read_config
 from jaxpar.huggingface.config import config_json
+from jaxpar.huggingface.families import FAMILIES as OF_TRANSFORMERS
 from jaxpar.models import transformer
 from jaxpar.models.transformer.experts import experts
 from jaxpar.models.transformer.padding import real_tokens
@@ -338,7 +339,12 @@ def test_a_folder_whose_model_gives_no_router_logits_has_no_balance_loss(kind, t
     off = read_with(tmp_path, kind, router_aux_loss_coef=0.02, output_router_logits=False)
     assert off.experts.balance_coefficient == 0
     assert not off.has_routing_losses
-    assert read_with(tmp_path, kind).experts.balance_coefficient == 0, "as by default there"
+    assert off.ignored == {"router_aux_loss_coef": 0.02}
+    default = read_with(tmp_path, kind)
+    assert default.experts.balance_coefficient == 0, "as by default there"
+    assert not default.ignored, "the file has no such key"
+    written = config_json(default, "float32")
+    assert written["router_aux_loss_coef"] == OF_TRANSFORMERS[kind].defaults["router_aux_loss_coef"]
     written = config_json(off, "float32")
     assert (written["router_aux_loss_coef"], written["output_router_logits"]) == (0.02, False)
     on = read_with(tmp_path, kind, router_aux_loss_coef=0.02, output_router_logits=True)

@@ -509,9 +509,20 @@ def test_what_cannot_be_exported_is_refused(trained, tmp_path, capsys):
         assert re.search(message, capsys.readouterr().err), message
     assert not (tmp_path / "out").exists()
     shutil.copytree(trained, tmp_path / "run")
-    for file in (tmp_path / "run/checkpoints").glob("*/state/**/d/*"):
-        file.write_bytes(bytes(file.stat().st_size))
-    assert jaxpar_main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 65
+    export = ["export", str(tmp_path / "run"), str(tmp_path / "out")]
+
+    def damage(step):
+        for file in (tmp_path / f"run/checkpoints/{step}/state").glob("**/d/*"):
+            file.write_bytes(bytes(file.stat().st_size))
+
+    damage(16)
+    assert jaxpar_main([*export, "--step", "16"]) == 65
+    remedy = "Give --step 8, which is intact, or leave out --step for the newest that is."
+    assert remedy in capsys.readouterr().err
+    assert jaxpar_main([*export, "--step", "8"]) == 0
+    shutil.rmtree(tmp_path / "out")
+    damage(8)
+    assert jaxpar_main(export) == 65
     assert "reading params needs an intact checkpoint; got 2 in" in capsys.readouterr().err
 
 

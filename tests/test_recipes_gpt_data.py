@@ -537,12 +537,14 @@ def test_rows_of_files_named_for_it_are_held_out_and_a_record_without_tokens_is_
         "a run that held others out is not resumed"
     )
     np.testing.assert_array_equal(test.take(np.arange(7))["targets"][:, :2], [[2, 7]] * 7)
+    loss = -np.log([31 / 63, 1 / 63]).mean()  # of 30 times 2 and 30, and of 7 that is not learned
+    assert data.unigram_loss == pytest.approx(loss), "of targets alone"
     parquet.write_table(pyarrow.table({"input_ids": [[1, 2], None]}), tmp_path / "test.parquet")
     with pytest.raises(
         ValueError,
         match=r'must have "input_ids", a list of integers; .* It is record 2 of .*test.parquet',
     ):
-        language_data.load_data(flags.data)
+        language_data.make_rows(flags.data, language_data.load_data(flags.data), 256)
 
 
 def test_files_that_are_not_read_or_not_held_out_are_told(tmp_path, capsys):

@@ -4,16 +4,20 @@ import dataclasses
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 from safetensors.numpy import load_file
 
 import gpt
+import jaxpar
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands import recipe as cli
 from jaxpar.models import transformer
-from jaxpar.run import lora_flags, model_files, optimizers
+from jaxpar.run import language_model, lora_flags, model_files, optimizers
 from tests.support.flags import replaced
 from tests.support.gpt_data import make_folder, tuning_flags
 from tests.support.oracle import assert_same, assert_same_bits
@@ -188,6 +192,36 @@ def test_a_run_that_goes_on_beside_another_folder_says_whose_weights_it_has(tmp_
     saved = {"init_from": f"crc32 {model_files.checksum_of_model(tmp_path)}"}
     assert not model_files.remark_on_origin(flags, saved)
     assert not model_files.remark_on_origin(flags, {})
+
+
+@pytest.mark.parametrize(
+    ("targets", "num_dense_layers", "num_shared", "remark"),
+    [
+        (("w_up", "w_down"), 1, 0, "w_up, w_down get factors in the leading dense layer"),
+        (("w_out", "w_up"), 2, 0, "w_up gets factors in the 2 leading dense layers"),
+        (("w_qkv", "w_out"), 1, 0, ""),
+        (("w_up",), 1, 1, ""),
+    ],
+)
+def test_a_run_and_a_plan_say_which_factors_the_leading_dense_layers_alone_get(
+    targets, num_dense_layers, num_shared, remark, monkeypatch, capsys
+):
+    shares = {"num_dense_layers": num_dense_layers, "num_shared": num_shared}
+    config = transformer.preset("moe-bytes").with_experts(**shares)
+    flags = lora_flags.LoraFlags(lora_rank=4, lora_targets=targets)
+    mesh = jaxpar.make_mesh(data=1, devices=jax.devices()[:1])
+    said = language_model.describe(
+        language_model.ModelFlags(), flags, config, mesh, 3520, schedule="1f1b"
+    )
+    told = said.splitlines()[-1].partition(" parameters are trained")[2]
+    assert told.startswith(f"; {remark}") if remark else not told
+    monkeypatch.setitem(sys.modules, "of_test", SimpleNamespace(CONFIG=config))
+    plan = ["plan", "--model", "of_test:CONFIG", "--gpus-per-node", "2", "--tensor", "2"]
+    plan += ["--batch-size", "8", "--num-microbatches", "1", "--top", "1"]
+    assert jaxpar_main([*plan, "--lora-rank", "4", "--lora-targets", *targets]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (" factors in the " in printed) == bool(remark)
+    assert remark in printed
 
 
 @pytest.mark.parametrize(

@@ -247,13 +247,38 @@ def test_files_that_cannot_be_used_are_refused(tmp_path):
         open_records([tmp_path / "a.jsonl"])
     with pytest.raises(ValueError, match="a source of records must have at least one; got none"):
         RecordRows(Records([]), SEQ, vocab_size=VOCAB)
-    with pytest.raises(ValueError, match="must have labels to learn; got -100 alone"):
-        RecordRows([{"input_ids": [1, 2], "labels": [-100, -100]}], SEQ, vocab_size=VOCAB).check()
     (tmp_path / "b.parquet").touch()
     with pytest.raises(
         ValueError, match=r"written to a new .parquet file; got .*b.parquet. Name another"
     ):
         write_rows(tmp_path / "b.parquet", None)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"input_ids": [1, 2], "labels": [-100, -100]},
+            "must have labels to learn; got -100 alone",
+        ),
+        ({"input_ids": [1, 2], "labels": [5, -100]}, "must have labels to learn; got -100 alone"),
+        ({"input_ids": [1, 2], "targets": [-100, -100]}, "must have labels to learn; got -100 al"),
+        ({"segment_ids": [0, 1, 0, 1]}, "got segment_ids by which no token with a label follows"),
+        (
+            {"labels": [-100, -100, 7, -100], "segment_ids": [0, 0, 1, 1]},
+            "got segment_ids by which no token with a label follows one of its own segment",
+        ),
+    ],
+)
+def test_records_without_a_token_to_learn_are_refused_with_what_they_lack(record, message):
+    usual = {"input_ids": [1, 2, 3, 4]}
+    check = lambda record: RecordRows([usual, record], SEQ, vocab_size=VOCAB, part=(1, 2)).check()
+    with pytest.raises(ValueError, match=rf"{message}.*\. The first is record 2\.$"):
+        check(usual | record)
+    if "segment_ids" in record:
+        labels = {name: value for name, value in record.items() if name == "labels"}
+        check(usual | labels)
+        check(usual | labels | {"segment_ids": [0, 0, 0, 1]})
 
 
 @pytest.mark.parametrize("form", ["parquet", "array_record"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpar.data.packing import Documents
-from jaxpar.run import language_data
+from jaxpar.run import evaluation, language_data
 from jaxpar.run.language_data import DataFlags
 from jaxpar.run.remarks import without_end
 from tests.support.texts import CHATML, write_tokenizer
@@ -172,13 +172,19 @@ def test_examples_that_are_left_out_are_not_counted(tmp_path, capsys):
             long_examples="drop",
         )
         data = language_data.load_data(flags, folder)
-        train, _ = language_data.make_rows(flags, data, 400)
-        counted = np.unique(train.take(np.arange(len(train)))["targets"], return_counts=True)[1][1:]
+        sides = language_data.make_rows(flags, data, 400)
+        train, test = (side.take(np.arange(len(side)))["targets"] for side in sides)
+        counted = np.bincount(train[train >= 0], minlength=400)
         assert data.parts[0].num_learned == counted.sum(), (
             "the targets of the rows are what is counted"
         )
-        shares = counted / counted.sum()
-        assert data.entropy == pytest.approx(-(shares * np.log(shares)).sum())
+        held_out, occur = test[test >= 0], np.union1d(train, test)
+        shares = (counted + 1) / (counted.sum() + (occur >= 0).sum())
+        loss = -np.log(shares[held_out]).mean()
+        assert data.unigram_loss == pytest.approx(loss)
+        said = f"and {data.parts[0].num_tokens[1]} held out; knowing the tokens' frequencies alone "
+        assert f"{said}gives {loss:.4f} nats" in data.describe()
+        assert f"frequencies alone gives {loss:.4f}" in evaluation.describe_loss(1.0, data)
 
     read(*some)
     read(*some, *long)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar.data.text import Text, Windows, held_out, load_text, read_tokens, unigram_entropy
+from jaxpar.data.text import Text, Windows, held_out, load_text, read_tokens, unigram_loss
 
 
 def write_llm_c(path, tokens, *, magic=20240520, version=1, count=None, dtype=np.uint16):
@@ -35,7 +35,7 @@ def test_the_default_is_real_text_found_on_this_machine(library):
     assert len(train) > 4_000_000
     assert 0.03 < len(test) / (len(train) + len(test)) < 0.25
     assert b"def __init__(self" in train.tobytes()
-    assert 2.5 < unigram_entropy(library.train) < 4
+    assert 2.5 < unigram_loss(library.train, library.test) < 4
 
 
 def test_train_and_test_share_no_file(tmp_path):
@@ -250,11 +250,19 @@ def test_windows_that_do_not_fit_are_refused():
         Windows(some_text().train, 4, vocab_size=64).batch(19, seed=0, step=0)
 
 
-def test_entropy_is_that_of_the_frequencies():
-    assert unigram_entropy([np.array([0, 1]), np.array([2, 3])]) == pytest.approx(np.log(4))
-    assert unigram_entropy([np.zeros(9, np.uint8)]) == 0
-    assert unigram_entropy([]) == 0, "of no tokens"
-    assert unigram_entropy([np.array([0, 0, 1, 1])], max_tokens=2) == 0
+def test_the_loss_of_frequencies_is_that_on_other_tokens():
+    """Of all tokens that occur, each counted once more than it is learned."""
+    many = [np.repeat(np.arange(4), 2), np.repeat(np.arange(4), 5)]
+    assert unigram_loss(many, [np.array([3])]) == pytest.approx(np.log(4))
+    learned, held_out = [np.array([7, 7, 7, 5])], [np.array([7, 5]), np.array([9, 9])]
+    shares = np.array([4, 2, 1, 1]) / 7
+    assert unigram_loss(learned, held_out) == pytest.approx(-np.log(shares).mean())
+    assert unigram_loss(held_out, learned) == pytest.approx(-np.log([2 / 7] * 4).mean())
+    equal = [np.zeros(9, np.uint8)]
+    assert f"{unigram_loss(equal, equal):.4f}" == "0.0000", "without a minus"
+    assert unigram_loss(equal, []) == unigram_loss([], []) == 0, "of no tokens"
+    cut = [np.array([0, 0, 1, 1])]
+    assert unigram_loss(cut, cut, max_tokens=2) == 0
 
 
 # -- malicious files --------------------------------------------------------------------------------------------------
@@ -294,9 +302,9 @@ def allocated_by(function):
 
 def test_a_large_token_takes_no_table_of_its_size():
     tokens = np.array([0, 2**32 - 1], np.uint32)
-    entropy = []
-    assert allocated_by(lambda: entropy.append(unigram_entropy([tokens, tokens]))) < 2**24
-    assert entropy == [pytest.approx(np.log(2))]
+    found = []
+    assert allocated_by(lambda: found.append(unigram_loss([tokens, tokens], [tokens]))) < 2**24
+    assert found == [pytest.approx(np.log(2))]
 
 
 def test_a_file_that_is_no_text_is_refused_before_it_is_read_whole(tmp_path):

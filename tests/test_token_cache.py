@@ -491,6 +491,21 @@ def test_of_a_single_document_the_end_is_held_out(tmp_path):
         load_corpus([equal], WordTokenizer(), tmp_path / "cache")
 
 
+def test_a_share_without_a_token_to_learn_is_named_with_its_file(tmp_path):
+    full, empty, cache = {"text": "a b"}, {"text": ""}, tmp_path.parent / "cache"
+    for name, share in (("val", "held out"), ("train", "to learn from")):
+        for each in ("train", "val"):
+            write_lines(tmp_path / f"{each}.jsonl", *[empty if each == name else full] * 2)
+        message = (
+            rf"the documents {share} must have a token to learn .*; got none in 2 of the 4 documents of .*, the first at "
+            rf".*{name}.jsonl:1\. Leave out documents without one, or give more"
+        )
+        with pytest.raises(ValueError, match=message):
+            load_corpus(find_files(tmp_path), ByteTokenizer(), cache)
+    write_lines(tmp_path / "train.jsonl", full)
+    assert load_corpus(find_files(tmp_path), ByteTokenizer(), cache).train.num_targets == 3
+
+
 # The cache.
 
 

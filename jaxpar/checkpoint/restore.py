@@ -9,7 +9,7 @@ chosen, unless the step was asked for by its number.
 import os
 import shlex
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -102,7 +102,7 @@ def read_newest(
     Raises:
         FileNotFoundError: There is no step.
         ValueError: There is no such step.
-        BadCheckpointError: No step is intact.
+        BadCheckpointError: The step is not intact, or none is; the message names another one that is.
     """
     wrong: dict[int, str] = {}
     for _ in range(MOST_LISTED):
@@ -121,11 +121,17 @@ def read_newest(
                 break
             if found is not None and not problems:
                 return found
-            wrong[each] = "; ".join(problems[:MOST_NAMED]) + (
-                "; ..." if len(problems) > MOST_NAMED else ""
-            )
+            wrong[each] = _shorten(problems)
             passed_over(each, wrong[each])
         else:
+            others = [each for each in reversed(saved) if each not in wrong]
+            intact = _newest_intact(folder, others, wrong)
+            if step is not None and intact is not None:
+                raise BadCheckpointError(
+                    f"{action} needs an intact checkpoint; got {arg(step=step)} in {folder.path}, which is not one: "
+                    f"{wrong[step]}. Give {arg(step=intact)}, which is intact, or leave out {arg('step')} for the newest that "
+                    "is."
+                )
             raise BadCheckpointError(
                 f"{action} needs an intact checkpoint; got {len(wrong)} in {folder.path}, none of which is: "
                 f"{' | '.join(f'step {each}: {problem}' for each, problem in wrong.items())}. {remedy}"
@@ -134,6 +140,21 @@ def read_newest(
         f"{action} needs a checkpoint that stays while it is read; got {MOST_LISTED} in {folder.path} that another process "
         f"deleted meanwhile. Let the run keep more steps, by {arg('keep')} or {arg('keep_every')}."
     )
+
+
+def _newest_intact(folder: Folder, steps: Sequence[int], wrong: dict[int, str]) -> int | None:
+    """Returns the first of these steps that is intact, if any; adds the problems of those before it to ``wrong``."""
+    for step in steps:
+        manifest, problems = _look_and_verify(folder, step)
+        if not problems:
+            return step
+        if not _is_gone(folder, step, manifest):
+            wrong[step] = _shorten(problems)
+    return None
+
+
+def _shorten(problems: Sequence[str]) -> str:
+    return "; ".join([*problems[:MOST_NAMED], *["..."] * (len(problems) > MOST_NAMED)])
 
 
 def _read_one(

@@ -26,7 +26,13 @@ from jaxpar.models.transformer import (
     preset,
 )
 from jaxpar.planner import ModelShape, transformer_shape
-from jaxpar.run.lora_flags import LoraFlags, check_distinct, check_targets, make_lora
+from jaxpar.run.lora_flags import (
+    LoraFlags,
+    check_distinct,
+    check_targets,
+    make_lora,
+    remark_on_targets,
+)
 from jaxpar.runtime.output import printable, tell
 from jaxpar.tensor_parallel import flash_attention
 
@@ -45,6 +51,7 @@ class PlannedModel:
         attention: "flash" or "xla"; None: that of a ModelShape of one's own.
         run: The flags of a recipe that trains it, and their values, as a plan of `plan --json` has them.
         products: A line on its products in FP8; "" if there are none.
+        factors: A line on targets of LoRA that some layers alone have; "" if all have them.
     """
 
     name: str
@@ -53,6 +60,7 @@ class PlannedModel:
     attention: str | None = None
     run: dict[str, Any] = field(default_factory=dict)
     products: str = ""
+    factors: str = ""
 
 
 def planned_model(flags: Any) -> PlannedModel:
@@ -137,11 +145,12 @@ def _of_config(
     if flags.expert_buffer is not None:
         config = config.with_experts(buffer=flags.expert_buffer)
     rows: dict[str, Any] = {"seq": flags.seq, "sequence_parallel": flags.sequence_parallel}
+    of_factors = ""
     if flags.lora_rank is not None:
         lora = LoraFlags(lora_rank=flags.lora_rank, lora_targets=flags.lora_targets)
         check_distinct(lora.lora_targets)
         check_targets(lora, config)
-        rows["lora"] = make_lora(lora)
+        rows["lora"], of_factors = make_lora(lora), remark_on_targets(lora, config)
     rows["quantize"] = flags.quantize
     if config.positions == "learned" and (flags.seq or 0) > config.max_positions:
         raise ValueError(
@@ -162,6 +171,7 @@ def _of_config(
         | ({"products": "fp8"} if shape.in_fp8 else {})
         | ({"window": config.window} if config.window else {}),
         describe_products(config),
+        of_factors,
     )
 
 

@@ -139,7 +139,7 @@ def _print(flags: PlanFlags, plans: Sequence[Plan], model: PlannedModel, machine
         f"{flags.model}, {params_text(shape.num_params)}{trained}, {_rows(plans, shape)} rows{tokens} a step"
         f"{attention}, on {flags.nodes} x {flags.gpus_per_node} {flags.gpu}"
     )
-    lines = [title, model.products] if model.products else [title]
+    lines = filter(None, [title, model.products, model.factors])
     print("\n".join(textwrap.fill(line, width) for line in lines) + "\n")
     print(render(plans, width=width))
     print("\n" + plans[0].details(machines.memory_bytes, width=width, title="best: "))

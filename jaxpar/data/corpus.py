@@ -109,12 +109,19 @@ def load_corpus(
         test_fraction: The share of the documents that is held out if no file's name has the word "val" or "test".
 
     Raises:
-        ValueError: An example cannot be used, the cache is damaged, or one part is empty.
+        ValueError: An example cannot be used, the cache is damaged, or one part is empty or has no token to learn.
         OSError: The cache cannot be written.
     """
     check_test_fraction(test_fraction)
     found = tokenise(files, tokenizer, cache)
     train, test = _split(found, files, test_fraction)
+    for share, documents in (("to learn from", train), ("held out", test)):
+        if not documents.num_targets:
+            raise ValueError(
+                f"the documents {share} must have a token to learn after the first one of a document; got none in "
+                f"{len(documents)} of the {len(found.documents)} documents of {_names(files)}, the first at "
+                f"{documents.place(0)}. Leave out documents without one, or give more text."
+            )
     if len(found.documents) == 1 and found.documents.learned is not None:
         told = f"the only example in {_names(files)} is cut in two: its last {test.num_tokens:,} tokens are held out"
         found = replace(found, remarks=(*found.remarks, told))

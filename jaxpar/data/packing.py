@@ -57,6 +57,12 @@ class Documents:
         second = np.minimum(self.starts + 1, self.ends)
         return int((before[self.ends] - before[second]).sum())
 
+    @property
+    def num_targets(self) -> int:
+        """The number of tokens that rows of them have as targets."""
+        sizes = self.ends - self.starts
+        return int(np.maximum(sizes - 1, 0).sum()) if self.num_learned is None else self.num_learned
+
     def take(self, chosen: np.ndarray) -> "Documents":
         """Returns the documents of these numbers; no token is copied."""
         return replace(self, starts=self.starts[chosen], ends=self.ends[chosen])

@@ -140,16 +140,34 @@ class RecordRows(RowSource):
 
     def check(self) -> None:
         """Raises ValueError if one of 64 records, spread over all, cannot be used; others are checked when they are read."""
-        chosen = np.unique(np.linspace(0, len(self) - 1, NUM_CHECKED).astype(np.int64))
-        if (self.take(chosen)["targets"] == IGNORED).all():
-            raise ValueError("records must have labels to learn; got -100 alone. Write them again.")
+        chosen = self._spread()
+        if (self.take(chosen)["targets"] != IGNORED).any():
+            return
+        first = place_text(self._records, self._first, "The first")
+        if any(_has_labels(self._records[self._first + row]) for row in chosen.tolist()):
+            raise ValueError(
+                "a label is learned from the token before it of the same segment; got segment_ids by which no token with a "
+                "label follows one of its own segment. Give the tokens of a document, which follow one another, one number, "
+                f"or leave segment_ids out. {first}"
+            )
+        raise ValueError(
+            f"records must have labels to learn; got -100 alone. Write them again. {first}"
+        )
+
+    def learned_tokens(self) -> list[np.ndarray]:
+        """Returns the targets that are learned of the records that ``check`` reads, in one part; raises as ``take``."""
+        targets = self.take(self._spread())["targets"]
+        return [targets[targets != IGNORED]]
 
     def checksum(self) -> str:
         """Returns a checksum of the records' files; of records from elsewhere, of as many as ``check`` reads."""
         if isinstance(self._records, Records) and self._records.files:
             return checksum_of_files(self._records.files)
-        chosen = np.unique(np.linspace(0, len(self) - 1, NUM_CHECKED).astype(np.int64))
-        return checksum([*self.take(chosen).values()])
+        return checksum([*self.take(self._spread()).values()])
+
+    def _spread(self) -> np.ndarray:
+        """Returns the numbers of 64 records, spread over all, or of all."""
+        return np.unique(np.linspace(0, len(self) - 1, NUM_CHECKED).astype(np.int64))
 
 
 def tokens_of(records: RandomAccess, number: int) -> np.ndarray:
@@ -163,12 +181,12 @@ def tokens_of(records: RandomAccess, number: int) -> np.ndarray:
         raise ValueError(f"{error} {place_text(records, number)}") from error
 
 
-def place_text(records: RandomAccess, number: int) -> str:
+def place_text(records: RandomAccess, number: int, subject: str = "It") -> str:
     """Returns a sentence that names a record, and its file if it is known."""
     if isinstance(records, Records) and records.files:
         file, number = records.place(number)
-        return f"It is record {number + 1} of {printable(str(file))}."
-    return f"It is record {number + 1}."
+        return f"{subject} is record {number + 1} of {printable(str(file))}."
+    return f"{subject} is record {number + 1}."
 
 
 def check_has_tokens(record: Any) -> None:
@@ -179,6 +197,12 @@ def check_has_tokens(record: Any) -> None:
         raise ValueError(
             'a record of tokens must have "input_ids", a list of integers; got another. Write it again.'
         )
+
+
+def _has_labels(record: Mapping[str, Any]) -> bool:
+    """Returns whether tokens of a record without ``targets`` have labels to learn, whatever their segments."""
+    labels = _integers(record.get("labels", record["input_ids"]), "labels")
+    return "targets" not in record and bool((labels[1:] != IGNORED).any())
 
 
 def _integers(values: Any, name: str) -> np.ndarray:

@@ -318,20 +318,36 @@ class Windows(RowSource):
         )
 
 
-def unigram_entropy(parts: Sequence[np.ndarray], *, max_tokens: int = 10_000_000) -> float:
-    """Returns the entropy of the tokens' frequencies in nats: the loss of a model that knows only these frequencies.
+def unigram_loss(
+    train: Sequence[np.ndarray], test: Sequence[np.ndarray], *, max_tokens: int = 10_000_000
+) -> float:
+    """Returns the loss on tokens held out, in nats a token, of a model that knows only how frequent tokens are in others.
+
+    It gives a token the probability (n + 1) / (N + V), of which n is the token's count among ``train``, N that of all of them,
+    and V the number of tokens that occur in ``train`` or ``test``: one that occurs in ``test`` alone has a finite loss too
+    (Laplace's rule of succession).
 
     Args:
-        parts: Tokens.
-        max_tokens: The number of tokens to count, from the beginning of the parts.
+        train: Tokens whose frequencies the model knows.
+        test: Tokens that it predicts; of none the loss is 0.
+        max_tokens: The number of tokens of each to count, from the beginning.
     """
+    (known, counts), (asked, times) = (_count(each, max_tokens) for each in (train, test))
+    # Only of tokens that occur: a table up to 2**32 would take 32 GiB.
+    vocabulary = np.union1d(known, asked)
+    weights = np.ones(len(vocabulary))
+    weights[np.searchsorted(vocabulary, known)] += counts
+    of_asked = weights[np.searchsorted(vocabulary, asked)]
+    losses = np.log(weights.sum() / of_asked)
+    return math.fsum(times * losses) / max(int(times.sum()), 1)
+
+
+def _count(parts: Sequence[np.ndarray], max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens that occur among the first ``max_tokens``, in order, and the count of each."""
     counted = [np.zeros(0, np.int64)]
     for part in parts:
         counted.append(part[: max_tokens - sum(map(len, counted))])
-    # Only of tokens that occur: a table up to 2**32 would take 32 GiB.
-    _, counts = np.unique(np.concatenate(counted), return_counts=True)
-    shares = counts / counts.sum()
-    return -math.fsum(shares * np.log(shares))
+    return np.unique(np.concatenate(counted), return_counts=True)
 
 
 class Tokenizer(ABC):

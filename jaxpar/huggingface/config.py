@@ -275,7 +275,7 @@ def beyond_positions(config: TransformerConfig, seq: int, folder: Path | str, fl
 
 
 def _read_experts(family: Family, read: Reader, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the experts, and the keys that have no effect: with them the balance loss, where transformers adds none."""
+    """Returns the experts, and the keys there that have no effect: also the balance loss's, where transformers adds none."""
     own: dict[str, Any] = {field: read.size(*keys) for field, keys in family.experts.items()}
     for field, (key, default) in family.router.items():
         own[field] = (read.flag if isinstance(default, bool) else read.share)(key, default=default)
@@ -284,7 +284,8 @@ def _read_experts(family: Family, read: Reader, sizes: Mapping[str, Any]) -> dic
     experts = Experts(**own, router_bias=read.flag(ROUTER_BIAS, default=False))
     coefficient = read.share(AUX_LOSS, default=0.0)
     if not read.flag(HAS_AUX_LOSS, default=False):
-        return {"experts": experts, "ignored": {**sizes["ignored"], AUX_LOSS: coefficient}}
+        unused = {AUX_LOSS: coefficient} if AUX_LOSS in read.given else {}
+        return {"experts": experts, "ignored": sizes["ignored"] | unused}
     num_layers = sizes["num_layers"] - experts.num_dense_layers
     balance = balance_of_aux_loss(coefficient, experts.per_token, num_layers)
     return {"experts": replace(experts, balance_coefficient=balance)}

@@ -201,14 +201,15 @@ def plot_step_time(
 
 
 def plot_loss(
-    path: str | PathLike[str], lines: Sequence[Mapping[str, float]], entropy: float, unit: str
+    path: str | PathLike[str], lines: Sequence[Mapping[str, float]], unigram_loss: float, unit: str
 ) -> None:
     """Draws the loss of each step of a language model and that on the text held out, beside that of frequencies alone.
 
     Args:
         path: The file.
         lines: The lines of metrics.jsonl.
-        entropy: The entropy of the frequencies of tokens, in nats.
+        unigram_loss: The loss on the text held out of a model that knows only how frequent tokens are in the text learned from,
+            in nats a token.
         unit: What a token is, such as byte.
     """
     figure, axes = panels(1, 1, (8, 5))
@@ -226,14 +227,17 @@ def plot_loss(
         label = f"text held out; at the end {tested[-1]['test_loss']:.3f}"
         axes.plot(*held_out, color="#d95f02", marker="o", markersize=4, label=label)
     axes.axhline(
-        entropy, color="#808080", linestyle="--", label=f"knowing frequencies alone: {entropy:.3f}"
+        unigram_loss,
+        color="#808080",
+        linestyle="--",
+        label=f"knowing frequencies alone: {unigram_loss:.3f}",
     )
     axes.set(
         title="The loss as the model learns",
         xlabel="steps taken",
         ylabel=f"cross-entropy (nats a {unit})",
     )
-    axes.set_ylim(0, 1.05 * max(*filter(math.isfinite, of_steps), entropy, 0.0))
+    axes.set_ylim(0, 1.05 * max(*filter(math.isfinite, of_steps), unigram_loss, 0.0))
     axes.legend(loc="best")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

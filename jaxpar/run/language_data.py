@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -26,7 +27,7 @@ from jaxpar.data.text import (
     Windows,
     check_inside,
     load_text,
-    unigram_entropy,
+    unigram_loss,
 )
 from jaxpar.fields import check_at_least
 from jaxpar.huggingface import stop_tokens
@@ -115,7 +116,8 @@ class Part:
     Attributes:
         rows: ``rows(seq, vocab_size)`` returns the rows to learn from and those held out, and what is left out of them.
         num_tokens: The numbers of tokens to learn from and held out; None: not known without reading all.
-        sample: Tokens to count, for the entropy of their frequencies.
+        learned: ``learned()`` returns targets of the rows to learn from and of those held out, for their frequencies; of large
+            data some.
         held_out: Some tokens that are held out.
         checksum: Depends on the tokens, not on where they are.
         is_bytes: Whether tokens are bytes.
@@ -129,7 +131,7 @@ class Part:
 
     rows: Callable[[int, int], tuple[RowSource, RowSource, str]]
     num_tokens: tuple[int, int] | None
-    sample: Sequence[np.ndarray]
+    learned: Callable[[], tuple[Sequence[np.ndarray], Sequence[np.ndarray]]]
     held_out: np.ndarray
     checksum: str
     is_bytes: bool
@@ -168,9 +170,12 @@ class Data:
         return "byte" if self.is_bytes else "token"
 
     @cached_property
-    def entropy(self) -> float:
-        """The entropy of the frequencies of tokens, in nats."""
-        return unigram_entropy([tokens for part in self.parts for tokens in part.sample])
+    def unigram_loss(self) -> float:
+        """The loss on the tokens held out, in nats each, of a model that knows how frequent those to learn are, and no more."""
+        train, test = map(
+            chain.from_iterable, zip(*(part.learned() for part in self.parts), strict=True)
+        )
+        return unigram_loss([*train], [*test])
 
     def settings(self, flags: DataFlags) -> dict[str, Any]:
         """Returns what a resumed run must share with the saved one."""
@@ -200,7 +205,10 @@ class Data:
                 if any(each is not None for each in learned)
                 else ""
             )
-            line += f": {train:,} {self.unit}s to train on{of_which} and {test:,} held out, entropy {self.entropy:.4f} nats"
+            line += (
+                f": {train:,} {self.unit}s to train on{of_which} and {test:,} held out; knowing the {self.unit}s' frequencies "
+                f"alone gives {self.unigram_loss:.4f} nats"
+            )
         ignored = sorted({name for part in self.parts for name in part.ignored})
         return line + (f"; fields ignored: {', '.join(ignored)}" if ignored else "")
 
@@ -439,7 +447,12 @@ def _of_text(text: Text) -> Part:
     )
     num_tokens = sum(map(len, text.train)), sum(map(len, text.test))
     return Part(
-        rows, num_tokens, text.train, text.test[0], f"crc32 {text.checksum()}", text.is_bytes
+        rows,
+        num_tokens,
+        lambda: (text.train, text.test),
+        text.test[0],
+        f"crc32 {text.checksum()}",
+        text.is_bytes,
     )
 
 
@@ -462,7 +475,8 @@ def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool, multiple: in
         train, test = (fitting(each, flags.seq)[0] for each in (train, test))
     before = test.before_learned(0)
     held_out = test.tokens_of(0)[: before or None]
-    of_data = (train.num_tokens, test.num_tokens), train.learned_tokens(), held_out
+    learned = lambda: (train.learned_tokens(), test.learned_tokens())
+    of_data = (train.num_tokens, test.num_tokens), learned, held_out
     checksum = f"sha256 {corpus.digest[:32]}"
     return Part(
         rows,
@@ -486,24 +500,28 @@ def _of_recall() -> Part:
     some = Recall(160, vocab_size=MOST_TOKENS, is_test=True).take(np.arange(1))["tokens"][
         0, :121
     ]  # with one question
-    return Part(rows, None, [np.arange(NUM_VALUES)], some, "recall", is_bytes=False)
+    answers = [np.arange(NUM_VALUES)]
+    return Part(rows, None, lambda: (answers, answers), some, "recall", is_bytes=False)
 
 
 def _of_records(files: Sequence[Path], flags: DataFlags) -> Part:
     records, num_test, checksum = open_split(files, TEST_FRACTION, MOST_HELD_OUT)
-    count = len(records)
+    first = len(records) - num_test  # of those held out
 
-    def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, str]:
+    def rows(seq: int, vocab_size: int) -> tuple[RecordRows, RecordRows, str]:
         make = partial(
             RecordRows, records, seq, vocab_size=vocab_size, max_documents=flags.max_documents
         )
-        return make(part=(0, count - num_test)), make(part=(count - num_test, count)), ""
+        return make(part=(0, first)), make(part=(first, len(records))), ""
 
-    sample = [tokens_of(records, i) for i in range(min(count, 64))]
-    held_out = tokens_of(records, count - num_test)
+    def learned() -> tuple[list[np.ndarray], list[np.ndarray]]:
+        train, test, _ = rows(flags.seq, MOST_TOKENS)
+        return train.learned_tokens(), test.learned_tokens()
+
+    held_out = tokens_of(records, first)
     ignored = set(records[0]).union(*(unread_fields(file, COLUMNS) for file in files)) - set(
         COLUMNS
     )
     return Part(
-        rows, None, sample, held_out, checksum, is_bytes=False, ignored=tuple(sorted(ignored))
+        rows, None, learned, held_out, checksum, is_bytes=False, ignored=tuple(sorted(ignored))
     )

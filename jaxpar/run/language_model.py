@@ -26,7 +26,7 @@ from jaxpar.params import count_params, init_params, is_spec, stack_layers, zero
 from jaxpar.pipeline import LayerLayout
 from jaxpar.run.flags import GpuFlags
 from jaxpar.run.language_data import Data
-from jaxpar.run.lora_flags import LoraFlags, check_targets, make_lora
+from jaxpar.run.lora_flags import LoraFlags, check_targets, make_lora, remark_on_targets
 from jaxpar.run.messages import say
 from jaxpar.schedule import Schedule, make_schedule
 from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES
@@ -403,6 +403,8 @@ def describe(
         lines.append(
             f"LoRA of rank {factors.lora_rank} on {targets}: {num_factors:,} parameters are trained"
         )
+    if remark := remark_on_targets(factors, config):
+        lines[-1] += f"; {remark}"
     if factors.quantize is not None:
         lines.append(
             f"{factors.quantize}: {', '.join(transformer.LAYER_WEIGHTS)} of each layer, which are frozen"

@@ -104,9 +104,7 @@ def check_targets(flags: LoraFlags, config: TransformerConfig) -> None:
     """Raises where a target is no weight of the model's layers, such as the MLP's where all of it are experts."""
     if flags.lora_rank is None:
         return
-    specs = jax.tree_util.tree_leaves_with_path(transformer.param_table(config), is_leaf=is_spec)
-    paths = [path_string(path) for path, _ in specs]
-    there = {path.split("/")[-1] for path in paths if f"{LAYERS}/" in path}
+    there = _weights_of_layers(config)
     if missing := [name for name in flags.lora_targets if name not in there]:
         why = (
             ""
@@ -118,6 +116,28 @@ def check_targets(flags: LoraFlags, config: TransformerConfig) -> None:
             f"{'this name' if len(missing) == 1 else 'these names'}{why}. Give --lora-targets "
             f"{' '.join(name for name in transformer.LAYER_WEIGHTS if name in there)}."
         )
+
+
+def remark_on_targets(flags: LoraFlags, config: TransformerConfig) -> str:
+    """Returns which of the targets the leading dense layers alone have, where the other layers have experts; "" if none."""
+    if flags.lora_rank is None:
+        return ""
+    there = _weights_of_layers(config, stacked_alone=True)
+    leading = [name for name in flags.lora_targets if name not in there]
+    if not leading:
+        return ""
+    count = config.num_leading_layers
+    layers = "leading dense layer" if count == 1 else f"{count} leading dense layers"
+    get = "gets" if len(leading) == 1 else "get"
+    return f"{', '.join(leading)} {get} factors in the {layers} alone, since experts take none"
+
+
+def _weights_of_layers(config: TransformerConfig, *, stacked_alone: bool = False) -> set[str]:
+    """Returns the names of the weights of all layers, or of those that are alike and follow the leading dense ones."""
+    specs = jax.tree_util.tree_leaves_with_path(transformer.param_table(config), is_leaf=is_spec)
+    paths = [path_string(path) for path, _ in specs]
+    is_one = lambda path: path.startswith(f"{LAYERS}/") if stacked_alone else f"{LAYERS}/" in path
+    return {path.split("/")[-1] for path in paths if is_one(path)}
 
 
 def make_lora(flags: LoraFlags) -> lora.Lora | None:
