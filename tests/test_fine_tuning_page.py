@@ -95,7 +95,7 @@ def train(folder, command, *flags):
     """Trains by a command of the page, in a process of its own, whose steps take most of the time."""
     link_recipes(folder)
     done = subprocess.run(
-        [sys.executable, *command.words[1:], *flags],
+        [sys.executable, command.words[1], *replaced([*command.words[2:], *flags])],
         env=optimized(folder),
         cwd=folder,
         capture_output=True,
