@@ -14,6 +14,7 @@ import jax
 from jaxpar._compat import EACH_KERNEL_ONCE, coordination, has_started
 from jaxpar.fields import check_kind, check_positive
 from jaxpar.runtime import endings
+from jaxpar.runtime.coordination import PeerLostError, follow, is_peer_lost
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.interrupt import end_if_unhandled
 from jaxpar.runtime.meetings import answer_who_waits
@@ -244,4 +245,9 @@ def _leave_on_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     traceback.print_exception(kind, error, trace)
-    leave(exit_code_of(error))
+    if isinstance(error, PeerLostError) or not is_peer_lost(error):
+        leave(exit_code_of(error))
+    code, told = follow(error)
+    if told:
+        tell(told)
+    leave(code)
