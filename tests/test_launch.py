@@ -195,6 +195,14 @@ def test_a_process_that_is_frozen_after_the_first_has_ended_is_ended(launch, cap
     assert told in capfd.readouterr().err
 
 
+def test_a_process_that_others_have_waited_for_in_vain_is_named(launch, capfd, monkeypatch):
+    monkeypatch.setattr("jaxpar.runtime.launch.SECONDS_TO_EXPLAIN", 0.3)
+    work = launch("if me == 2: os.kill(os.getpid(), signal.SIGSTOP)\nsys.exit(124)")
+    assert run(work) == ExitCode.STUCK
+    told = "(exit code 124: stuck longer than its budget), and process 2 did not end by itself: frozen, or stuck too;"
+    assert told in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("early", [0, 1])
 def test_a_process_that_ends_with_0_while_others_run_is_a_failure_that_names_it(
     launch, capfd, monkeypatch, early

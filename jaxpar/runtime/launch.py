@@ -252,6 +252,7 @@ class Gang:
         self.processes: list[subprocess.Popen] = []
         self.first_failed: int | None = None
         self.still_running: list[int] = []  # when the first that failed had ended with 0, too early
+        self.not_ended: list[int] = []  # some time after the first has failed
         self._ended: dict[int, None] = {}  # in their order
         self._screen = threading.Thread(target=self._copy_to_screen, daemon=True)
 
@@ -298,6 +299,7 @@ class Gang:
         if self._failed():
             running = self._running()
             self._wait_for_all(SECONDS_TO_EXPLAIN)
+            self.not_ended = self._running()
             self.first_failed = self._cause(running)
         elif self._is_running():
             self.first_failed, self.still_running = next(iter(self._ended)), self._running()
@@ -438,10 +440,15 @@ def explain(gang: Gang, code: int) -> str:
     ]
     ended = f"ended first ({describe_exit(code)})"
     if running:
-        others = f"process{'es' * (len(running) > 1)} {', '.join(map(str, running))}"
-        ended = f"ended early, with exit code 0 while {others} still ran: all must end together"
+        ended = f"ended early, with exit code 0 while {_named(running)} still ran: all must end together"
+    elif code == ExitCode.STUCK and gang.not_ended:
+        ended += f", and {_named(gang.not_ended)} did not end by itself: frozen, or stuck too"
     verdict = f"process {number} of {gang.launch.num_processes} {ended}; its log: {path}"
     return "\n".join([*shown, f"launch: {verdict}"])
+
+
+def _named(numbers: Sequence[int]) -> str:
+    return f"process{'es' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def _end_of(log: Path) -> list[str]:
