@@ -22,9 +22,11 @@ from jaxpar.checkpoint.checksums import diverged_replicas
 from jaxpar.checkpoint.manager import say
 from jaxpar.checkpoint.state import as_numbers
 from jaxpar.fields import switch
-from jaxpar.runtime.coordination import AgreedStep, is_peer_lost
+from jaxpar.runtime.coordination import AgreedStep, code_of_exit, follow, is_peer_lost
+from jaxpar.runtime.endings import will_end_with
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.lease import HeldError
+from jaxpar.runtime.output import tell
 from jaxpar.runtime.preemption import StopSignals
 from jaxpar.runtime.supervise import Progress
 from jaxpar.runtime.watchdog import Budgets, Watchdog
@@ -128,7 +130,7 @@ class Guard:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
     ) -> None:
         if kind is None or issubclass(kind, SystemExit):
-            self._agreed.leave()
+            self._agreed.leave(code_of_exit(error))
         try:
             if kind is None:
                 self._count_skipped()
@@ -140,10 +142,10 @@ class Guard:
         finally:
             self._resources.__exit__(kind, error, trace)
         if error is not None and is_peer_lost(error):
-            self._end(
-                ExitCode.PEER_LOST,
-                f"error: another process of the run is gone: {str(error).splitlines()[0][:200]}",
-            )
+            code, told = follow(error)
+            if told:
+                tell(told)
+            self._end(code)
 
     def _ask_to_stop(self, signal: str) -> None:
         self._agreed.ask(signal)
@@ -351,6 +353,8 @@ class Guard:
                 f"error: the final state was not saved: {'; '.join(problems)}. {go_on}",
             )
 
-    def _end(self, code: ExitCode, message: str) -> NoReturn:
-        self._say(message)
+    def _end(self, code: int, message: str = "") -> NoReturn:
+        if message:
+            self._say(message)
+        will_end_with(code)
         raise SystemExit(int(code))

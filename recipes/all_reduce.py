@@ -66,9 +66,15 @@ class Config:
 
 
 def optimizers(config: Config, size: int) -> dict[str, optax.GradientTransformation]:
-    """Returns the ways that are written by hand, each as an optimizer that reduces gradients."""
+    """Returns the ways that are written by hand, each as an optimizer that reduces gradients, for a number of devices.
+
+    Servers are devices: several of them are no way on fewer devices.
+    """
     base = optax.sgd(config.learning_rate, momentum=0.9)
     ring = partial(collectives.ring_all_reduce, mean=True)
+    several = {
+        f"{NUM_SERVERS} servers": collectives.server_optimizer(base, num_servers=NUM_SERVERS)
+    }
     return {
         "all-reduce": collectives.distributed_optimizer(base),
         "ring": collectives.distributed_optimizer(base, reduce=ring),
@@ -76,9 +82,7 @@ def optimizers(config: Config, size: int) -> dict[str, optax.GradientTransformat
             base, reduce=partial(ring, bidirectional=True)
         ),
         "1 server": collectives.server_optimizer(base, num_servers=1),
-        f"{NUM_SERVERS} servers": collectives.server_optimizer(
-            base, num_servers=min(NUM_SERVERS, size)
-        ),
+        **(several if size >= NUM_SERVERS else {}),
     }
 
 

@@ -182,7 +182,7 @@ def formula(way: str, size: int) -> tuple[float, float]:
         ), 2 * ring  # two devices have one link for both directions
     if "server" not in way:
         return ring, 2 * ring
-    num_servers = min(1 if way == "1 server" else NUM_SERVERS, size)
+    num_servers = 1 if way == "1 server" else NUM_SERVERS
     # A server's line carries its own part from and to the others, and, as a worker, the other servers' parts.
     both = 2 * (size - 1) / num_servers + 2 * (num_servers - 1) / num_servers
     link = (2 if num_servers > 1 else 1) / num_servers

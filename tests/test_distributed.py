@@ -11,10 +11,11 @@ import pytest
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError
 from jaxpar.run import ConfigError
-from jaxpar.runtime import distributed
+from jaxpar.runtime import distributed, endings
 from jaxpar.runtime.lease import LostError
 from jaxpar.runtime.process_env import TIMEOUT_VARIABLE
 from jaxpar.runtime.uncaught import exit_code_of
+from tests.support.fake_service import stand_in
 from tests.support.real_runs import run
 
 
@@ -41,6 +42,18 @@ def test_a_process_of_a_job_of_several_tasks_that_srun_has_not_started_is_told(
     assert jaxpar.initialize() is False
     told = "SLURM gives this job 2 tasks, and srun has not started this process, so it runs alone"
     assert (told in capsys.readouterr().err) == is_told
+
+
+def test_an_error_of_a_collective_that_is_not_caught_ends_with_the_code_of_the_other_process(
+    monkeypatch, capfd
+):
+    stand_in(monkeypatch, {endings.ENDED: {"process": 1, "code": 2}})
+    codes = []
+    monkeypatch.setattr(distributed, "leave", codes.append)
+    error = jax.errors.JaxRuntimeError("Gloo all-reduce failed: Connection closed by peer")
+    distributed._leave_on_error(type(error), error, None)
+    assert codes == [2]
+    assert "gone: process 1 of 2 has ended with exit code 2." in capfd.readouterr().err
 
 
 def test_a_part_of_a_place_is_refused():

@@ -1,19 +1,29 @@
 """Processes of a run end together; one that ends early, or leaves the training loop, is named by the others and by itself."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
+import jax
 import pytest
 
+from jaxpar.guard import Guard
 from jaxpar.runtime import coordination, endings
 from jaxpar.runtime.coordination import AgreedStep, PeerLostError, exchange
-from jaxpar.runtime.endings import ENDED, GOES_ON, EndWatch
+from jaxpar.runtime.endings import ENDED, GOES_ON, GONE, EndWatch
+from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.runtime.launch import fake_devices
 from jaxpar.runtime.uncaught import exit_code_of
 from tests.support.fake_service import stand_in
 from tests.support.real_runs import run
 from tests.support.waiting import NEVER, WAIT_SECONDS, wait_until
 
 LEFT = "jaxpar/left/0"
+ROOT = Path(__file__).parents[1]
 
 
 class EndedError(Exception):
@@ -23,8 +33,8 @@ class EndedError(Exception):
 # -- a process that goes on --------------------------------------------------------------------------------------------
 
 
-def left(begun):
-    return {LEFT: {"process": 1, "done": 3, "begun": begun, "how": ""}}
+def left(begun, code=0):
+    return {LEFT: {"process": 1, "done": 3, "begun": begun, "code": code}}
 
 
 def ends_of_one_that_goes_on(steps):
@@ -99,6 +109,117 @@ def test_a_process_ends_with_the_code_of_another_one_after_which_no_restart_help
     assert ends_of_one_that_goes_on(3) == [follows]
     says_why = "Its own message says why." in capfd.readouterr().err
     assert says_why == bool(code)
+
+
+def test_a_process_whose_collective_fails_takes_over_the_final_code_that_another_one_has_told(
+    monkeypatch,
+):
+    """The error of the collective often comes before the thread that looks for the end of others."""
+    error = jax.errors.JaxRuntimeError("Gloo all-reduce failed: Connection closed by peer")
+    stand_in(monkeypatch, {ENDED: {"process": 1, "code": 2}})
+    code, told = coordination.follow(error)
+    assert code == 2
+    assert "process 1 of 2 has ended with exit code 2. Its own message says why." in told
+    assert coordination.follow(error) == (2, ""), "it is said once"
+
+
+def test_a_process_whose_collective_fails_waits_briefly_for_the_code_of_the_other_one(monkeypatch):
+    service = stand_in(monkeypatch)
+    monkeypatch.setattr(endings, "SECONDS_TO_LEARN", WAIT_SECONDS)
+    told = json.dumps({"process": 1, "code": 74})
+    later = threading.Timer(0.1, lambda: service.values.update({ENDED: told}))
+    later.start()
+    code, _ = coordination.follow(ValueError("Gloo: Connection reset by peer"))
+    later.join()
+    assert code == 74
+
+
+def test_a_process_whose_collective_fails_without_a_word_of_the_other_one_ends_with_70(monkeypatch):
+    stand_in(monkeypatch)
+    code, told = coordination.follow(ValueError("Gloo: Connection reset by peer"))
+    assert code == 70
+    assert told == "error: another process of the run is gone: Gloo: Connection reset by peer"
+    lost = PeerLostError("process 1 of 2 has ended")
+    lost.exit_code = ExitCode.BAD_DATA
+    assert coordination.follow(lost)[0] == 65, "an answer that did not come has told it"
+
+
+def test_a_guard_that_an_error_of_a_collective_ends_takes_over_the_code_and_notes_it_for_the_end(
+    monkeypatch, capfd
+):
+    """Else the end of the program would be one with 0, which blames this process for an early end."""
+    stand_in(monkeypatch, {ENDED: {"process": 1, "code": 74}})
+
+    def loop():
+        with Guard(num_steps=10):
+            raise jax.errors.JaxRuntimeError("Gloo: Connection closed by peer")
+
+    with pytest.raises(SystemExit) as end:
+        loop()
+    assert end.value.code == 74
+    assert endings._codes == [74]
+    assert "process 1 of 2 has ended with exit code 74" in capfd.readouterr().err
+
+
+def test_a_process_follows_one_that_has_left_the_loop_with_a_final_code(monkeypatch, capfd):
+    stand_in(monkeypatch, left(begun=3, code=65))
+    assert ends_of_one_that_goes_on(3) == [65]
+    said = capfd.readouterr().err
+    assert "has left the training loop after step 3 with SystemExit(65)" in said
+    assert "Its own message says why." in said
+
+
+def test_a_process_that_has_left_the_loop_and_ended_is_followed_at_once(monkeypatch, capfd):
+    """One that an exception ends leaves the loop before, where others may do so after the same step."""
+    monkeypatch.setattr(coordination, "SECONDS_TO_LEAVE_FIRST", NEVER)
+    stand_in(monkeypatch, left(begun=4) | {ENDED: {"process": 1, "code": 2}})
+    assert ends_of_one_that_goes_on(3) == [2]
+    assert "process 1 of 2 has ended with exit code 2" in capfd.readouterr().err
+
+
+def test_who_waits_for_an_answer_follows_the_one_that_ended_though_a_third_one_goes_on(monkeypatch):
+    values = {f"{ENDED}/0": {"process": 0, "code": 2}, GOES_ON: {"process": 1}}
+    stand_in(monkeypatch, values, process=2, count=3)
+    with pytest.raises(PeerLostError, match="process 0 of 3 has ended with exit code 2") as found:
+        exchange("x", True, timeout_seconds=NEVER)
+    assert exit_code_of(found.value) == 2
+
+
+# -- the end of process 0 ----------------------------------------------------------------------------------------------
+
+
+def test_process_0_ends_once_the_others_are_gone(monkeypatch):
+    service = stand_in(monkeypatch, {f"{GONE}/1": 2}, count=3)
+    monkeypatch.setattr(endings, "SECONDS_TO_LINGER", WAIT_SECONDS)
+    ends = []
+    thread = threading.Thread(target=endings.end_now, args=[2, ends.append])
+    thread.start()
+    wait_until(lambda: f"{GONE}/0" in service.values)
+    assert ends == [], "process 2 would be aborted"
+    service.values[f"{GONE}/2"] = "2"
+    thread.join(WAIT_SECONDS)
+    assert ends == [2]
+
+
+def test_process_0_waits_for_none_that_is_gone_without_a_word(monkeypatch):
+    stand_in(monkeypatch)
+    monkeypatch.setattr(endings, "SECONDS_TO_LINGER", NEVER)
+    ends = []
+    endings.end_now_without_a_word(124, ends.append)
+    assert ends == [124]
+
+
+def test_a_process_outside_a_loop_ends_before_process_0_which_is_about_to_end(monkeypatch, capfd):
+    values = {ENDED: {"process": 0, "code": 2, "seconds": 2}, f"{GONE}/0": 2}
+    stand_in(monkeypatch, values, process=1)
+    monkeypatch.setattr(endings, "SECONDS_TO_MEET", 0.02)
+    ends = []
+    watch = EndWatch(ends.append)
+    watch.start()
+    wait_until(lambda: ends)
+    watch.stop()
+    assert ends[0] == 2
+    assert "process 0 of 2 has ended with exit code 2" in capfd.readouterr().err
 
 
 # -- a process that leaves ---------------------------------------------------------------------------------------------
@@ -209,6 +330,8 @@ with Run(BasicFlags.of(out_dir=Path(folder), steps=10**6), mesh) as run:
             break
         if step == 3 and jax.process_index() == 1 and how == "exit":
             sys.exit(0)
+        if how.startswith("raise") and step == 3 and jax.process_index() == int(how[-1]):
+            raise jaxpar.run.ConfigError("x must be y; got z. Write y.")
         state, metrics = train_step(state, batch)
         run.log(step, state, metrics)
         float(metrics["loss"])
@@ -233,3 +356,38 @@ def test_of_two_real_processes_the_one_that_ends_early_is_named_by_the_launcher(
         else "got process 1 of 2 after step 3 of 1000000, and"
     )
     assert said in err, "in its log, which the launcher shows"
+
+
+@pytest.mark.few(1)
+@pytest.mark.full
+@pytest.mark.parametrize("first", [1, 0])
+def test_of_two_real_processes_both_end_with_the_final_code_of_the_one_that_has_an_error(
+    tmp_path, first
+):
+    script = tmp_path / "script.py"
+    script.write_text(ONE_LEAVES)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    variables = {
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_NUM_PROCESSES": "2",
+        "JAXPAR_RUN_TOKEN": "x",
+        "PYTHONPATH": str(ROOT),
+        **fake_devices(1),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, f"raise {first}", tmp_path / "run"],
+            env=os.environ | variables | {"JAX_PROCESS_ID": str(number)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    said = [process.communicate(timeout=WAIT_SECONDS)[0] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], said
+    assert "x must be y; got z. Write y." in said[first]
+    other = said[1 - first]
+    assert f"gone: process {first} of 2 has ended with exit code 2" in other, other
+    assert "must end together" not in other, "it is not the one that ended first"

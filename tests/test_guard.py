@@ -13,6 +13,7 @@ from jaxpar.guard import Guard
 from jaxpar.runtime import coordination
 from jaxpar.runtime.coordination import AgreedStep, PeerLostError, check_agreement, is_peer_lost
 from jaxpar.runtime.watchdog import Budgets, Heartbeat, Watchdog
+from tests.support.fake_service import stand_in
 from tests.support.tiny_state import at_step, make_state
 from tests.support.waiting import WAIT_SECONDS, wait_until
 
@@ -423,6 +424,34 @@ def test_the_watchdog_names_the_silent_process_and_not_the_one_that_waits(monkey
     assert capfd.readouterr().err.startswith(
         "error: step must end within 0.1 s (budget.step); got process 3 of 4, silent for 6 s or more: stopped, or its "
         "machine is gone. Process 0 waits for it in step 7. The Python stack of process 0, the innermost call last:\n"
+    )
+
+
+@pytest.mark.usefixtures("_fault_handler_off")
+def test_a_process_that_is_silent_for_longer_than_heartbeat_seconds_ends_the_run_before_a_budget(
+    monkeypatch, capfd
+):
+    stand_in(monkeypatch)
+    monkeypatch.setattr("jaxpar.runtime.watchdog._limits", [30])
+    monkeypatch.setattr(Heartbeat, "lost", lambda self, seconds: {1: 32.0})
+    ends, clock = [], Clock()
+    with Watchdog(Budgets(), end=ends.append, clock=clock) as watchdog:
+        clock.passes(40)
+        assert ends == [], "no phase has begun"
+        watchdog.begin("step", "7")
+        clock.passes(40)
+        assert ends == [], "this process itself may have been stopped, and hears the others soon"
+        for _ in range(15):
+            clock.passes(2)
+        assert ends == [], "a little longer than the limit, for the time between two heartbeats"
+        clock.now += 2.5
+        watchdog._thread.join(timeout=WAIT_SECONDS)
+    assert ends == [124]
+    said = capfd.readouterr().err
+    assert (
+        "error: a process must not be silent for 30 s (heartbeat_seconds of jaxpar.initialize); got process 1 of 2, silent "
+        "for 32 s or more: stopped, or its machine is gone. Process 0 waits for it in step 7."
+        in said
     )
 
 

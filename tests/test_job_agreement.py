@@ -256,8 +256,8 @@ def test_pods_without_gpus_or_a_command_are_told_or_taken():
         ("jobset", "job podFailurePolicy rules 2", None, "after a drained node the restart counts towards maxRestarts. Writ"),
         ("jobset", "main command", ["--mesh.data", "4"], "spec.replicatedJobs.0 has no command: the image's own is run, of"),
         ("trainjob", "main image", None, "spec.trainer has no image: that of the runtime is used, which may have neither ja"),
-        ("jobset", "main command +", "--overwrite", "the recipe has --overwrite: JAXPAR_RESUME=if-any, which a job sets, go"),
-        ("jobset", "main command +", "--resume", "the recipe has --resume: in a folder without a checkpoint it ends with ex"),
+        ("jobset", "main command +", "--overwrite", "the command has --overwrite: JAXPAR_RESUME=if-any, which a job sets, go"),
+        ("jobset", "main command +", "--resume", "the command has --resume: in a folder without a checkpoint it ends with ex"),
         ("service", "main startupProbe", None, "the pods have no startupProbe: one that takes long to start is ended by its"),
         ("service", "main livenessProbe", None, "the pods have no livenessProbe: one that hangs is not started again. Write"),
         ("service", "main readinessProbe", None, "the pods have no readinessProbe: requests reach one that is still loading"),
@@ -321,7 +321,7 @@ def test_pods_without_gpus_or_a_command_are_told_or_taken():
          "podFailurePolicy has Ignore for a drained node: the pod is then replaced alone, though the others have lost it"),
         ("jobset", "job podFailurePolicy rules 1 action", "Ignore", "podFailurePolicy has Ignore for exit codes In [75]: the"),
         ("jobset", "main command +", "--steps=8",
-         "the recipe has --checkpoint-every 9 and --steps 8: it saves only at its end or when asked to stop, and after a fa"),
+         "the command has --checkpoint-every 9 and --steps 8: a recipe then saves only at its end or when asked to stop"),
         ("jobset", "main command +", "--steps=10", ""),
         ("trainjob", "spec runtimeRef name", "torch-distributed", "spec.runtimeRef is torch-distributed: a run needs the var"),
         ("jobset", "main securityContext readOnlyRootFilesystem", True, "spec.replicatedJobs.0 has readOnlyRootFilesystem an"),
@@ -360,7 +360,7 @@ def test_flags_are_read_behind_the_programs_around_a_recipe(around):
     assert not remarks(job)
     edit(job, "jobset", "main command +", "--dry-run")
     (said,) = remarks(job)
-    assert said.startswith("the recipe has --dry-run: the job trains nothing")
+    assert said.startswith("the command has --dry-run: the job trains nothing")
 
 
 def test_a_service_without_an_address_maps_no_port():
@@ -553,7 +553,7 @@ def test_metrics_of_which_pods_say_nothing_are_told():
     words += ["--metrics-port", "9099"]
     check_manifests([job])
     assert any(
-        line.startswith("the recipe has --metrics-port 9099, and the pods say nothing of it")
+        line.startswith("the command has --metrics-port 9099, and the pods say nothing of it")
         for line in remarks(job)
     )
 

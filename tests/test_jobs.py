@@ -1053,9 +1053,9 @@ def test_flags_that_do_not_do_what_was_meant_in_a_job_of_slurm_are_told(capsys):
         ]
     )
     ends, keeps = capsys.readouterr().err.splitlines()
-    assert ends.startswith("the recipe has --dry-run: the job trains nothing")
+    assert ends.startswith("the command has --dry-run: the job trains nothing")
     assert keeps.startswith(
-        "the recipe has --overwrite: JAXPAR_RESUME=if-any, which a job sets, goes on from the checkpoint"
+        "the command has --overwrite: JAXPAR_RESUME=if-any, which a job sets, goes on from the checkpoint"
     )
 
 
@@ -1067,29 +1067,34 @@ def test_flags_that_do_not_do_what_was_meant_in_a_job_of_slurm_are_told(capsys):
         (
             KEPT[2:],
             [
-                "the recipe has no --out-dir and the claim is mounted at /checkpoints: results and checkpoints are lost"
+                "the command has no --out-dir and the claim is mounted at /checkpoints: results and checkpoints are lost"
             ],
         ),
-        (("--out-dir", "runs/gpt", *KEPT[2:]), ["the recipe has --out-dir runs/gpt and the claim"]),
+        (
+            ("--out-dir", "runs/gpt", *KEPT[2:]),
+            ["the command has --out-dir runs/gpt and the claim"],
+        ),
         (
             (*KEPT, "--dry-run"),
             [
-                "the recipe has --dry-run: the job trains nothing, and ends as if it had. Leave --dry-run"
+                "the command has --dry-run: the job trains nothing, and ends as if it had. Leave --dry-run"
             ],
         ),
         ((*KEPT, "--save-hf", "/checkpoints/tuned"), []),
         (
             (*KEPT, "--save-hf", "tuned"),
-            ["the recipe has --save-hf tuned, which no claim holds: the model is lost with the po"],
+            [
+                "the command has --save-hf tuned, which no claim holds: the model is lost with the po"
+            ],
         ),
         (
             (*KEPT[:3], "0"),
-            ["the recipe has --checkpoint-every 0: it saves only when asked to stop"],
+            ["the command has --checkpoint-every 0: a recipe then saves only when asked to stop"],
         ),
         (
             KEPT[:2],
             [
-                "the recipe has no --checkpoint-every: it saves only when asked to stop, and after a failure it begins"
+                "the command has no --checkpoint-every: a recipe then saves only when asked to stop, and after a failure it be"
             ],
         ),
     ],
@@ -1121,15 +1126,15 @@ def test_work_that_would_be_lost_despite_a_claim_is_told(capsys, flags, lines):
     [
         (
             ["recipes/gpt.py"],
-            "the recipe has no --out-dir and there is no --checkpoint-claim: results and checkpoints are lost",
+            "the command has no --out-dir and there is no --checkpoint-claim: results and checkpoints are lost",
         ),
         (
             ["recipes/gpt.py", *KEPT],
-            "the recipe has --out-dir /checkpoints/gpt and there is no --checkpoint-claim: results",
+            "the command has --out-dir /checkpoints/gpt and there is no --checkpoint-claim: results",
         ),
         (
             ["python", "-m", "jaxpar", "train", "gpt"],
-            "the recipe has no --out-dir and there is no --checkpoint-claim",
+            "the command has no --out-dir and there is no --checkpoint-claim",
         ),
         (
             ["mine", "/checkpoints/mine"],

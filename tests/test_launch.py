@@ -111,6 +111,21 @@ def test_the_cause_is_named_not_its_consequences(launch, monkeypatch):
     assert "Gloo" not in told
 
 
+@pytest.mark.parametrize(("first", "code"), [(0, 2), (1, 86)])
+def test_a_process_that_takes_over_the_code_of_another_one_is_not_named_as_the_cause(
+    launch, monkeypatch, first, code
+):
+    monkeypatch.setattr("jaxpar.runtime.launch.SECONDS_TO_EXPLAIN", WAIT_SECONDS)
+    gone = f"error: another process of the run is gone: process {first} of 3 has ended with exit code {code}."
+    work = launch(
+        f"print({gone!r} if me != {first} else 'the cause', flush=True)\n"
+        f"time.sleep(0.5 * (me == {first} == 0))\nsys.exit({code})"
+    )
+    gang = Gang(work)
+    gang.start()
+    assert (gang.wait(), gang.first_failed) == (code, first), "process 0 ends last"
+
+
 @pytest.mark.parametrize("code", [74, 75, 86])
 def test_where_all_agree_to_end_the_first_process_which_says_why_is_named(
     launch, code, monkeypatch
@@ -177,6 +192,14 @@ def test_a_process_that_is_frozen_after_the_first_has_ended_is_ended(launch, cap
     )
     assert run(work) == ExitCode.STUCK
     told = "process 1 of 3 ended early, with exit code 0 while process 2 still ran: all must end together; its log: "
+    assert told in capfd.readouterr().err
+
+
+def test_a_process_that_others_have_waited_for_in_vain_is_named(launch, capfd, monkeypatch):
+    monkeypatch.setattr("jaxpar.runtime.launch.SECONDS_TO_EXPLAIN", 0.3)
+    work = launch("if me == 2: os.kill(os.getpid(), signal.SIGSTOP)\nsys.exit(124)")
+    assert run(work) == ExitCode.STUCK
+    told = "(exit code 124: stuck longer than its budget), and process 2 did not end by itself: frozen, or stuck too;"
     assert told in capfd.readouterr().err
 
 

@@ -96,7 +96,7 @@ def test_a_process_in_another_call_of_all_answers_and_one_in_the_same_call_does_
 def test_a_process_that_ended_early_is_told_what_the_others_wait_for(monkeypatch, capfd):
     service = stand_in(monkeypatch, process=1)
     with place.waiting("fetch/0", "jaxpar.fetch must be called by every process"):
-        endings.tell_that_this_goes_on()
+        endings.tell_that_this_goes_on(1)
     service.values[endings.GOES_ON] = service.values[endings.GOES_ON].replace(
         '"process": 1', '"process": 0'
     )

@@ -340,7 +340,7 @@ def test_a_recipe_that_another_python_runs_is_checked_too(tmp_path, capsys):
 def test_a_script_for_slurm_without_checkpoints_is_told(capsys):
     main(["--kind", "sbatch", "--mesh.data", "8", "recipes/gpt.py"])
     assert capsys.readouterr().err.startswith(
-        "the recipe has no --checkpoint-every: it saves only when asked to stop"
+        "the command has no --checkpoint-every: a recipe then saves only when asked to stop"
     )
     said = r"--hours must be more than the time to save, 150 s; got --hours 0\.001, 3\.6 s"
     with pytest.raises(ValueError, match=said):

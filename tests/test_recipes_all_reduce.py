@@ -50,7 +50,8 @@ def test_every_way_moves_what_the_book_says_and_ends_at_the_same_parameters(tmp_
         done.stdout,
         re.M,
     )
-    assert len(rows) == 12, done.stdout
+    assert len(rows) == 11, done.stdout
+    assert len([size for way, size, *_ in rows if way.startswith("4 servers")]) == 1, "on 4 devices"
     for way, size, *moved, apart in rows:
         link, link_book, line, line_book = map(float, moved)
         assert link == pytest.approx(link_book, rel=0.01), (way, size)
@@ -84,6 +85,13 @@ def test_every_way_moves_what_the_book_says_and_ends_at_the_same_parameters(tmp_
     )
     for picture in ("traffic.png", "staleness.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("size", "is_way"), [(2, False), (3, False), (4, True), (8, True)])
+def test_there_are_no_more_servers_than_devices(size, is_way):
+    ways = all_reduce.optimizers(all_reduce.Config(), size)
+    assert ("4 servers" in ways) == is_way
+    assert "1 server" in ways
 
 
 def test_every_line_of_the_picture_of_staleness_is_in_its_legend(tmp_path, monkeypatch):

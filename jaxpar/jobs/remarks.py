@@ -185,7 +185,7 @@ def trains_nothing(command: Sequence[str]) -> Iterator[str]:
     ]
     if given:
         yield (
-            f"the recipe has {given[0]}: the job trains nothing, and ends as if it had. Leave {given[0]} out of the job, and "
+            f"the command has {given[0]}: the job trains nothing, and ends as if it had. Leave {given[0]} out of the job, and "
             "run the recipe with it on this machine"
         )
 
@@ -210,12 +210,12 @@ def beside_resume(command: Sequence[str]) -> Iterator[str]:
     resumes = f"{RESUME_VARIABLE}={RESUME_IF_ANY}, which a job sets,"
     if "--overwrite" in command:
         yield (
-            f"the recipe has --overwrite: {resumes} goes on from the checkpoints in --out-dir and deletes none. Leave it out; "
+            f"the command has --overwrite: {resumes} goes on from the checkpoints in --out-dir and deletes none. Leave it out; "
             "for a new run name another --out-dir"
         )
     if "--resume" in command:
         yield (
-            f"the recipe has --resume: in a folder without a checkpoint it ends with exit code {int(ExitCode.BAD_CONFIG)}, "
+            f"the command has --resume: in a folder without a checkpoint it ends with exit code {int(ExitCode.BAD_CONFIG)}, "
             f"after which nothing restarts it. Leave it out: {resumes} resumes if there is one"
         )
 
@@ -227,7 +227,7 @@ def _unscraped(pods: Workload) -> Iterator[str]:
         yield f"{pods.path} has {SCRAPED_PORT} and not {SCRAPED}: Prometheus does not find its metrics. Write it, with true"
     if port not in (None, "0") and SCRAPED_PORT not in pods.annotations:
         yield (
-            f"the recipe has --metrics-port {port}, and the pods say nothing of it: Prometheus does not find it. Give "
+            f"the command has --metrics-port {port}, and the pods say nothing of it: Prometheus does not find it. Give "
             f"--metrics-port {port} before the script"
         )
 
@@ -366,14 +366,14 @@ def _lost_results(pods: Workload) -> Iterator[str]:
     )
     if not pods.folders:
         yield (
-            f"the recipe has {given} and there is no --checkpoint-claim: results and checkpoints are lost with the pods. "
+            f"the command has {given} and there is no --checkpoint-claim: results and checkpoints are lost with the pods. "
             f"Name a claim, --checkpoint-claim runs, and a folder in it, --out-dir {place}"
         )
         return
     if folder is None or pods.folder_of(folder) is None:
         mounts = " and ".join(sorted(map(str, pods.folders)))
         yield (
-            f"the recipe has {given} and the claim is mounted at {mounts}: results and checkpoints are lost with the pods. "
+            f"the command has {given} and the claim is mounted at {mounts}: results and checkpoints are lost with the pods. "
             f"Give it a folder there, such as --out-dir {place}"
         )
     volume = {} if folder is None else pods.volume_of(folder)
@@ -385,8 +385,8 @@ def _lost_results(pods: Workload) -> Iterator[str]:
     model = pods.flag("--save-hf")
     if model is not None and pods.folder_of(model) is None:
         yield (
-            f"the recipe has --save-hf {model}, which no claim holds: the model is lost with the pods. Give it a folder there, "
-            f"such as --save-hf {place}-model"
+            f"the command has --save-hf {model}, which no claim holds: the model is lost with the pods. Give it a folder "
+            f"there, such as --save-hf {place}-model"
         )
     yield from _folders_apart(pods)
     yield from unsaved(pods.words)
@@ -429,14 +429,14 @@ def unsaved(command: Sequence[str]) -> Iterator[str]:
     if every in (None, "0") and minutes in (None, "0"):
         has = "no --checkpoint-every" if every is None else "--checkpoint-every 0"
         yield (
-            f"the recipe has {has}: it saves only when asked to stop, and after a failure it begins again. "
+            f"the command has {has}: a recipe then saves only when asked to stop, and after a failure it begins again. "
             f"Give it such as --checkpoint-every {_such_as(steps)}"
         )
     # A run of one step ends with the only one that it could save before its end.
     elif minutes in (None, "0") and _number(every) >= _number(steps) > 1:
         yield (
-            f"the recipe has --checkpoint-every {every} and --steps {steps}: it saves only at its end or when asked to stop, "
-            f"and after a failure it begins again. Give it such as --checkpoint-every {_such_as(steps)}"
+            f"the command has --checkpoint-every {every} and --steps {steps}: a recipe then saves only at its end or when "
+            f"asked to stop, and after a failure it begins again. Give it such as --checkpoint-every {_such_as(steps)}"
         )
 
 

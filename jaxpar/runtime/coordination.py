@@ -20,7 +20,7 @@ import jax
 from jaxpar import _compat
 from jaxpar.runtime import endings, place
 from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.runtime.output import tell
+from jaxpar.runtime.output import ANOTHER_IS_GONE, tell
 
 TIMEOUT_SECONDS = 600.0
 MOST_SHOWN = 8  # differences, and processes, in a message
@@ -107,6 +107,17 @@ def is_peer_lost(error: BaseException) -> bool:
     )
 
 
+def follow(error: BaseException) -> tuple[int, str]:
+    """Returns the exit code of a process that an error ends of which ``is_peer_lost`` is true, and a message.
+
+    It waits briefly for what the other process tells of its end; the message is empty where it is said already.
+    """
+    why = str(error).splitlines()[0][:200]
+    if isinstance(error, PeerLostError):
+        return int(error.exit_code), f"{ANOTHER_IS_GONE}: {why}"
+    return endings.follow(why)
+
+
 def get(
     service: Any, key: str, timeout_seconds: float, look: Callable[[], None] = lambda: None
 ) -> str:
@@ -135,10 +146,10 @@ def get(
             Exception
         ) as error:  # jaxlib raises its own exception types, which differ between versions
             look()
-            if goer := endings.who_goes_on():
-                raise PeerLostError(f"{goer} goes on without an answer for {key}") from error
             if has_ended is not None:
                 raise _without_answer(has_ended, key) from None
+            if goer := endings.who_goes_on():
+                raise PeerLostError(f"{goer} goes on without an answer for {key}") from error
             if left < SECONDS_TO_ASK or "DEADLINE" not in str(error).upper():
                 raise PeerLostError(
                     f"process {process} must answer within {timeout_seconds:g} s; got nothing for {key}: {error}"
@@ -146,7 +157,7 @@ def get(
 
 
 def _without_answer(ended: dict[str, Any], key: str) -> PeerLostError:
-    endings.tell_that_this_goes_on()
+    endings.tell_that_this_goes_on(ended["process"])
     error = PeerLostError(
         f"{endings.describe_end(ended)} without an answer for {key}. {endings.remedy_without(ended)}"
     )
@@ -206,6 +217,12 @@ def _difference(given: list[Any]) -> str:
     return f"{given[odd[0]]!r} on process {numbers}, {given[0]!r} on process 0"
 
 
+def code_of_exit(error: BaseException | None) -> int:
+    """Returns the exit code of a SystemExit; 0 for anything else."""
+    code = getattr(error, "code", None) if isinstance(error, SystemExit) else 0
+    return code if isinstance(code, int) else int(code is not None)
+
+
 class AgreedStep:
     """Lets any process request an action of all of them, and determines the step after which all perform it.
 
@@ -249,10 +266,9 @@ class AgreedStep:
     ) -> None:
         if client() is None:
             return
-        code = getattr(error, "code", None) if isinstance(error, SystemExit) else 0
         try:
             if kind is None or isinstance(error, SystemExit):
-                self._leave_together(code if isinstance(code, int) else int(code is not None))
+                self._leave_together(code_of_exit(error))
         finally:
             self._over.set()
             self._thread.join(
@@ -261,7 +277,7 @@ class AgreedStep:
 
     def _leave_together(self, code: int) -> None:
         """Waits until the others leave too, since they may still wait for this one's thread."""
-        self.leave(f"with SystemExit({code})" if code else "")
+        self.leave(code)
         if code:
             endings.will_end_with(code)
         try:
@@ -285,10 +301,16 @@ class AgreedStep:
     def _is_complete(self) -> bool:
         return self._num_steps is None or self._steps_done >= self._num_steps or self._is_agreed
 
-    def leave(self, how: str = "") -> None:
-        """Tells the other processes that this one leaves the loop; it may be called before the ``with`` block ends."""
-        if self._has_left or client() is None:
+    def leave(self, code: int = 0) -> None:
+        """Tells the other processes that this one leaves the loop; it may be called before the ``with`` block ends.
+
+        Args:
+            code: That of the SystemExit with which it leaves; 0: it leaves without one, or that is not known yet.
+        """
+        if client() is None or (self._has_left and not code):
             return
+        if self._has_left:
+            endings.withdraw(self._left_key, {"process": jax.process_index(), "code": 0})
         self._has_left = True
         place.leave_loop()
         if not self._is_complete():
@@ -296,7 +318,7 @@ class AgreedStep:
                 "process": jax.process_index(),
                 "done": self._steps_done,
                 "begun": self._steps_begun,
-                "how": how,
+                "code": code,
             }
             endings.publish(self._left_key, told)
 
@@ -348,18 +370,23 @@ class AgreedStep:
         if self._has_left or time.monotonic() - self._looked_at < SECONDS_TO_ASK:
             return
         self._looked_at = time.monotonic()
-        if (told := endings.news(self._left_key)) is not None:
+        ended = endings.news(endings.ENDED)
+        if ended is not None and ended["process"] == jax.process_index():
+            ended = None
+        told = endings.news(self._left_key)
+        if told is not None and not (ended and ended["code"]):
             self._seen_at = self._seen_at or time.monotonic()
             if self._steps_begun > told["begun"] or self._has_waited():
                 who, step = endings.named(told["process"]), told["done"]
-                how = f" {told['how']}" if told["how"] else ""
+                how = f" with SystemExit({told['code']})" if told["code"] else ""
                 endings.go_on_without(
-                    f"{who} has left the training loop after step {step}{how}", self._end
+                    f"{who} has left the training loop after step {step}{how}",
+                    told["process"],
+                    self._end,
+                    told,
                 )
-        elif (told := endings.news(endings.ENDED)) is not None and told[
-            "process"
-        ] != jax.process_index():
-            endings.go_on_without(endings.describe_end(told), self._end, told)
+        elif ended is not None:
+            endings.go_on_without(endings.describe_end(ended), ended["process"], self._end, ended)
 
     def _has_waited(self) -> bool:
         """Returns whether this process has had the time to leave the loop too."""

@@ -14,6 +14,7 @@ import jax
 from jaxpar._compat import EACH_KERNEL_ONCE, coordination, has_started
 from jaxpar.fields import check_kind, check_positive
 from jaxpar.runtime import endings
+from jaxpar.runtime.coordination import PeerLostError, follow, is_peer_lost
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.interrupt import end_if_unhandled
 from jaxpar.runtime.meetings import answer_who_waits
@@ -28,6 +29,7 @@ from jaxpar.runtime.process_env import (
 )
 from jaxpar.runtime.rendezvous import meet
 from jaxpar.runtime.uncaught import exit_code_of
+from jaxpar.runtime.watchdog import end_if_silent
 
 # XLA then schedules the start of a collective earlier and its end later, so that it overlaps with computation. It has eight
 # in flight: a loop counts as many as its body has, and the messages of a pipeline to both neighbours travel beside a loop over
@@ -42,6 +44,10 @@ GPU_FLAGS = (
     "--xla_gpu_enable_pipelined_reduce_scatter=true",
     *EACH_KERNEL_ONCE,
 )
+
+# JAX considers a process dead once half of its timeout to all of it has passed, and aborts the others without naming it: that
+# must be later than the watchdog's report.
+SECONDS_BEHIND = 10
 
 
 def use_fake_devices(num_devices: int) -> None:
@@ -146,7 +152,9 @@ def initialize(
         process_id: The number of this process, from 0.
         timeout_seconds: How long the processes wait for one another to connect; by default the value of
             ``JAXPAR_INITIALIZATION_TIMEOUT``, else 300.
-        heartbeat_seconds: How long a process may be silent before the others consider it dead.
+        heartbeat_seconds: How long a process may be silent, as one that is frozen, before the others end: in a training loop
+            with exit code 124 and the name of the silent one. Elsewhere JAX aborts them, after that time and at most as
+            much again and 10 seconds. A call that holds Python's interpreter lock for so long is silent too.
 
     Raises:
         NotJoinedError: JAX has already started, or this is a worker of multiprocessing that imports the script.
@@ -191,11 +199,12 @@ def initialize(
         cluster_detection_method="deactivate",  # else each process under SLURM or Open MPI gets one GPU, even alone on a node
         coordinator_bind_address=bind or None,
         initialization_timeout=int(max(timeout_seconds, 10)),
-        heartbeat_timeout_seconds=heartbeat_seconds,
+        heartbeat_timeout_seconds=2 * heartbeat_seconds + SECONDS_BEHIND,
         shutdown_timeout_seconds=max(heartbeat_seconds, 60),
     )
     atexit.register(endings.end_of_program)
     endings.watch_ends(answer_who_waits)
+    end_if_silent(heartbeat_seconds)
     if not hasattr(sys, "ps1"):
         end_if_unhandled()
     return True
@@ -244,4 +253,9 @@ def _leave_on_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     traceback.print_exception(kind, error, trace)
-    leave(exit_code_of(error))
+    if isinstance(error, PeerLostError) or not is_peer_lost(error):
+        leave(exit_code_of(error))
+    code, told = follow(error)
+    if told:
+        tell(told)
+    leave(code)

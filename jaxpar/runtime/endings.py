@@ -2,7 +2,11 @@
 
     process 1 ends, at the end of its program or with a code    -> jaxpar/ended, jaxpar/ended/1
     process 0 is in a training loop, or waits for an answer     -> jaxpar/goes on: it cannot go on without process 1
-    process 1 reads that and ends at once; process 0 follows with exit code 70, or with a final one of process 1, such as 2
+    process 1 reads that and ends at once                       -> jaxpar/gone/1
+    process 0 follows with exit code 70, or with a final one of process 1, such as 2
+
+A process whose collective fails reads jaxpar/ended too, before it ends. Process 0, whose service holds these keys and without
+which JAX aborts the others, ends last: once they are gone, or after some seconds.
 
 A process that ends its program waits until the others do. JAX's own shutdown waits too, but tells nobody, aborts a minute later
 and loses the exit code.
@@ -20,9 +24,10 @@ from typing import Any
 from jaxpar._compat import coordination
 from jaxpar.runtime import place
 from jaxpar.runtime.exit_codes import FINAL_CODES, ExitCode
-from jaxpar.runtime.output import tell
+from jaxpar.runtime.output import ANOTHER_IS_GONE, tell
 
 ENDED, GOES_ON, BARRIER = "jaxpar/ended", "jaxpar/goes on", "jaxpar: leave"
+GONE = "jaxpar/gone"
 POLL_SECONDS = 1.0
 SECONDS_TO_MEET = 2  # for processes that end with a code, in case all of them do
 SECONDS_TO_FOLLOW = 60  # for the others to end their programs too
@@ -31,6 +36,10 @@ SECONDS_TO_CONCLUDE = (
 )
 SECONDS_TO_TELL = 5.0  # after which a process says that another one has ended
 SECONDS_OF_GRACE = 3.0  # for a process that ended early to name itself as the cause
+SECONDS_TO_LEARN = 2.0  # after a collective has failed: how the other process ended, if it has told
+SECONDS_TO_LINGER = 5.0  # for the others to end before process 0 does
+SECONDS_AFTER = 0.3  # between the ends of two processes of which one must be the first
+LOOK_SECONDS = 0.1
 REMEDY = (
     "Let all processes leave a loop after the same step and end together. To end a loop early, call run.end_early(reason) "
     "before run.log, in one process or in all; to end a process with a code of its own, call jaxpar.leave(code)."
@@ -38,6 +47,9 @@ REMEDY = (
 
 _completed: list[int] = []  # the steps of the training loops that are complete
 _codes: list[int] = []  # with which this process is about to end
+# The code of the process that this one follows; 70 where one is gone without a word.
+_follows: list[int] = []
+_said = threading.Lock()  # held once it is said that another process is gone
 
 
 def has_completed(num_steps: int) -> None:
@@ -87,6 +99,31 @@ def withdraw(key: str, value: dict[str, Any]) -> None:
             coordination().client.key_value_delete(key)
 
 
+def end_of_another() -> dict[str, Any] | None:
+    """Returns what the process that ended first has told, if it is another one; it is waited for briefly."""
+    deadline = time.monotonic() + SECONDS_TO_LEARN
+    while (told := news(ENDED)) is None and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+    return told if told is not None and told["process"] != coordination().process_id else None
+
+
+def follow(why: str) -> tuple[int, str]:
+    """Returns the exit code of a process whose collective has failed, since another one is gone, and a message.
+
+    The message is empty where another thread has said that.
+
+    Args:
+        why: The error of the collective, for the message where the other process has not told how it ended.
+    """
+    ended = end_of_another()
+    code = code_without(ended)
+    _follows.append(code if ended is None else ended["code"])
+    if not _said.acquire(blocking=False):
+        return code, ""
+    told = why if ended is None else f"{describe_end(ended)}. {remedy_without(ended)}"
+    return code, f"{ANOTHER_IS_GONE}: {told}"
+
+
 def meet_at_end(code: int) -> bool:
     """Tells the others that this process ends, and returns whether all of them end too, in time.
 
@@ -100,7 +137,7 @@ def meet_at_end(code: int) -> bool:
     told = {"process": state.process_id, "code": code, "seconds": seconds}
     publish(f"{ENDED}/{state.process_id}", told)
     publish(ENDED, told)
-    if who_goes_on():
+    if who_goes_on() or _follows:  # all can no longer meet
         return False
     try:
         state.client.wait_at_barrier(BARRIER, round(1000 * seconds))
@@ -127,11 +164,23 @@ def say_ended_early() -> None:
     )
 
 
-def tell_that_this_goes_on() -> None:
-    """Tells a process that ended early that this one cannot go on without it; it has time to name itself and end first."""
+def tell_that_this_goes_on(process: int) -> None:
+    """Tells a process that ended early that this one cannot go on without it; it has time to name itself and end first.
+
+    Args:
+        process: The number of the one that ended.
+    """
     wait = place.wait_of_main_thread()
     publish(GOES_ON, {"process": coordination().process_id, "waits": wait.rule if wait else ""})
-    time.sleep(SECONDS_OF_GRACE)
+    deadline = time.monotonic() + SECONDS_OF_GRACE
+    while not has_gone(process) and time.monotonic() < deadline:
+        time.sleep(min(LOOK_SECONDS, SECONDS_OF_GRACE))
+    time.sleep(min(SECONDS_AFTER, SECONDS_OF_GRACE))
+
+
+def has_gone(process: int) -> bool:
+    """Returns whether another process is about to end, and has said all."""
+    return news(f"{GONE}/{process}") is not None
 
 
 def code_without(ended: Mapping[str, Any] | None) -> int:
@@ -149,29 +198,52 @@ def remedy_without(ended: Mapping[str, Any] | None) -> str:
 
 
 def go_on_without(
-    told: str, end: Callable[[int], None] = os._exit, ended: Mapping[str, Any] | None = None
+    told: str,
+    process: int,
+    end: Callable[[int], None] = os._exit,
+    ended: Mapping[str, Any] | None = None,
 ) -> None:
     """Ends this process, which another one has left; first the other one is told, so that it can name itself.
 
     Args:
         told: What the other one did.
+        process: The number of the other one.
         end: Ends the process.
-        ended: Of one that has ended, what it told.
+        ended: Of one that has ended, or has left a loop, what it told.
     """
-    tell_that_this_goes_on()
-    me = named(coordination().process_id)
-    tell(
-        f"error: another process of the run is gone: {told}, and {me} cannot go on without it. {remedy_without(ended)}"
-    )
+    tell_that_this_goes_on(process)
+    if _said.acquire(blocking=False):
+        me = named(coordination().process_id)
+        tell(
+            f"{ANOTHER_IS_GONE}: {told}, and {me} cannot go on without it. {remedy_without(ended)}"
+        )
     end_now(code_without(ended), end)
 
 
 def end_now(code: int, end: Callable[[int], None] = os._exit) -> None:
-    """Ends this process without waiting for anyone; process 0, whose service the others need, a little later."""
+    """Ends this process without waiting for anyone; process 0, whose service the others need, once they are gone.
+
+    It waits for them some seconds, and for none that is gone without a word.
+    """
+    state = coordination()
     _flush()
-    if coordination().process_id == 0:
-        time.sleep(0.3)
+    publish(f"{GONE}/{state.process_id}", code)
+    if state.process_id == 0:
+        others = range(1, state.num_processes or 1)
+        without_word = int(ExitCode.PEER_LOST in _follows)
+        deadline = time.monotonic() + SECONDS_TO_LINGER
+        while sum(map(has_gone, others)) < len(others) - without_word:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(LOOK_SECONDS)
+        time.sleep(SECONDS_AFTER)
     end(code)
+
+
+def end_now_without_a_word(code: int, end: Callable[[int], None] = os._exit) -> None:
+    """Ends this process as ``end_now`` does, where another one is gone without a word."""
+    _follows.append(int(ExitCode.PEER_LOST))
+    end_now(code, end)
 
 
 def _flush() -> None:
@@ -193,6 +265,7 @@ class EndWatch:
     ) -> None:
         self._end, self._look = end, look
         self._code: int | None = None  # of this process, which is about to end
+        self._last_since: float | None = None  # process 0 is about to end
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="jaxpar-ends", daemon=True)
 
@@ -224,6 +297,7 @@ class EndWatch:
                 self._end_if_missed(self._code)
             elif (told := news(ENDED)) is not None:
                 since = self._tell_once(told, since)
+                self._follow_first(told)
 
     def _end_if_missed(self, code: int) -> None:
         """Ends this process if another one has found that it cannot go on without it."""
@@ -231,6 +305,15 @@ class EndWatch:
             if not code:
                 say_ended_early()
             end_now(code or int(ExitCode.PEER_LOST), self._end)
+
+    def _follow_first(self, told: dict[str, Any]) -> None:
+        """Ends this process some time after process 0 is about to end, without whose service JAX aborts it."""
+        if coordination().process_id == 0 or not has_gone(0):
+            return
+        now = time.monotonic()
+        self._last_since = self._last_since or now
+        if now - self._last_since > SECONDS_TO_MEET:  # in which it ends by itself
+            go_on_without(describe_end(told), told["process"], self._end, told)
 
     def _tell_once(self, told: dict[str, Any], since: float | None) -> float:
         now = time.monotonic()

@@ -36,7 +36,7 @@ from typing import TextIO
 from jaxpar.fields import arg, check_at_least
 from jaxpar.runtime.chatter import Quiet, without_chatter
 from jaxpar.runtime.exit_codes import ExitCode, describe_exit
-from jaxpar.runtime.output import tell
+from jaxpar.runtime.output import ANOTHER_IS_GONE, tell
 from jaxpar.runtime.process_env import TOKEN_VARIABLE
 from jaxpar.runtime.program import near_script
 
@@ -52,6 +52,8 @@ LINES_SHOWN = 40
 ON_A_LINE = 'read -r _ && exec "$@" < /dev/null'
 # Exit codes of processes that end because another one did: JAX aborts, jaxpar returns PEER_LOST.
 CONSEQUENCES = (-signal.SIGABRT, ExitCode.PEER_LOST)
+# In the logs of processes that end because another one did, also of those that take over its code.
+OF_CONSEQUENCES = (ANOTHER_IS_GONE, "PeerLostError: ")
 AGREED = (
     {ExitCode.NOT_SAVED},
     {ExitCode.PREEMPTED},
@@ -250,6 +252,7 @@ class Gang:
         self.processes: list[subprocess.Popen] = []
         self.first_failed: int | None = None
         self.still_running: list[int] = []  # when the first that failed had ended with 0, too early
+        self.not_ended: list[int] = []  # some time after the first has failed
         self._ended: dict[int, None] = {}  # in their order
         self._screen = threading.Thread(target=self._copy_to_screen, daemon=True)
 
@@ -296,6 +299,7 @@ class Gang:
         if self._failed():
             running = self._running()
             self._wait_for_all(SECONDS_TO_EXPLAIN)
+            self.not_ended = self._running()
             self.first_failed = self._cause(running)
         elif self._is_running():
             self.first_failed, self.still_running = next(iter(self._ended)), self._running()
@@ -312,10 +316,17 @@ class Gang:
         early = list(self._ended)[: list(self._ended).index(failed[0])]
         if not causes and early:
             self.still_running = sorted({*running, *failed})
+        causes.sort(key=self._names_another)
         first = [*causes, *early, *failed][0]
         # Process 0 says why where all agreed to end, and whichever process is the first of them says nothing.
         agree = {self.processes[number].returncode for number in (0, first)}
-        return 0 if 0 in causes and agree in AGREED else first
+        is_told = 0 in causes and agree in AGREED and not self._names_another(0)
+        return 0 if is_told else first
+
+    def _names_another(self, number: int) -> bool:
+        """Returns whether a process says at its end that another one is gone."""
+        shown = "\n".join(_end_of(self.log_path(number)))
+        return any(each in shown for each in OF_CONSEQUENCES)
 
     def _code(self) -> int:
         if self.still_running:
@@ -429,10 +440,15 @@ def explain(gang: Gang, code: int) -> str:
     ]
     ended = f"ended first ({describe_exit(code)})"
     if running:
-        others = f"process{'es' * (len(running) > 1)} {', '.join(map(str, running))}"
-        ended = f"ended early, with exit code 0 while {others} still ran: all must end together"
+        ended = f"ended early, with exit code 0 while {_named(running)} still ran: all must end together"
+    elif code == ExitCode.STUCK and gang.not_ended:
+        ended += f", and {_named(gang.not_ended)} did not end by itself: frozen, or stuck too"
     verdict = f"process {number} of {gang.launch.num_processes} {ended}; its log: {path}"
     return "\n".join([*shown, f"launch: {verdict}"])
+
+
+def _named(numbers: Sequence[int]) -> str:
+    return f"process{'es' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def _end_of(log: Path) -> list[str]:

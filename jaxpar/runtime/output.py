@@ -76,6 +76,10 @@ def is_terminal() -> bool:
     return sys.stderr is not None and sys.stderr.isatty()
 
 
+# With which a process says that it ends because another one is gone, by which the launcher tells causes from consequences.
+ANOTHER_IS_GONE = "error: another process of the run is gone"
+
+
 def tell(text: str) -> None:
     """Prints a message on standard error; on a full disk the message is lost and the exit code does not change."""
     try:

@@ -3,9 +3,14 @@
 A process that waits for another one which is alive but makes no progress would wait forever, since JAX's own heartbeats
 continue, and so would a process in an endless loop. A thread watches the clock, and ends the process with exit code 124. If
 another process is silent, such as a stopped one, the report names that process: each sends a heartbeat every second over the
-coordination service, from a thread of its own, so that a process which is stuck in a step or in Python code is not silent. If
-something holds Python's interpreter lock no thread can run: then Python's fault handler prints the stacks a second later, and
-the exit code is 1.
+coordination service, from a thread of its own, so that a process which is stuck in a step or in Python code is not silent. A
+process that is silent for ``heartbeat_seconds`` of ``initialize`` ends the run before a budget does:
+
+    process 1 of 4 is frozen    process 0, which reads all heartbeats, names it: jaxpar/silent; the others read that
+    process 0 is frozen         the others, whose service it has, find that nothing answers
+
+If something holds Python's interpreter lock no thread can run: then Python's fault handler prints the stacks a second after the
+deadline, and the exit code is 1.
 """
 
 import contextlib
@@ -15,26 +20,33 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 
 from jaxpar.fields import arg
-from jaxpar.runtime.coordination import client
+from jaxpar.runtime import endings
+from jaxpar.runtime.coordination import client, count_use
 from jaxpar.runtime.exit_codes import ExitCode
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 3 * BEAT_SECONDS
-HEARTBEATS = "jaxpar/heartbeat/"
+HEARTBEATS, SILENT, OVER = "jaxpar/heartbeat/", "jaxpar/silent", "over"
 POLL_SECONDS = 0.1
 SECONDS_TO_LISTEN = 2 * SILENT_SECONDS  # before a deadline
 # Who presses Ctrl-C waits for the step in progress: three times as long as the longest one, or this many seconds, more of them
 # before the first step is done.
 SECONDS_TO_END, SECONDS_TO_END_FIRST = 60.0, 300.0
 SECONDS_TO_TELL = 10.0  # until it is told how long
+_limits: list[float] = []  # the seconds of silence that end a run of several processes
 SECONDS_OF_GRACE = 1.0  # for the fault handler, and for others to report before process 0 ends, whose service they need
+
+
+def end_if_silent(seconds: float) -> None:
+    """Lets each later watchdog of this process end the run once a process is silent for ``seconds``."""
+    _limits.append(seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +124,7 @@ class Watchdog:
         self._arming = threading.Lock()
         self._over = threading.Event()
         self._heartbeat = Heartbeat(clock)
+        self._looked_at = self._awake_since = clock()
         self._thread = threading.Thread(target=self._watch, name="jaxpar-watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
@@ -185,10 +198,12 @@ class Watchdog:
             now = self._clock()
             next_due = min(self._phase, self._beside, key=lambda phase: phase.seconds_left(now))
             left = next_due.seconds_left(now)
-            self._heartbeat.listen(left < SECONDS_TO_LISTEN)
+            self._heartbeat.listen(left < SECONDS_TO_LISTEN or self._reads_all())
             if left < 0:
                 rule = f"{next_due.name} must end within {self._budgets[next_due.name]:g} s ({self._named[next_due.name]})"
                 self._fire(next_due, rule)
+                return
+            if self._ends_silent(now):
                 return
             if (
                 self._hurried is not None
@@ -196,6 +211,33 @@ class Watchdog:
                 and self._is_late(*self._hurried, now)
             ):
                 return
+
+    def _reads_all(self) -> bool:
+        return bool(_limits) and jax.process_index() == 0
+
+    def _ends_silent(self, now: float) -> bool:
+        """Ends the run if another process has been silent too long, while this one itself was not stopped."""
+        if now - self._looked_at > SILENT_SECONDS:
+            self._awake_since = now
+        self._looked_at = now
+        if not _limits or not self._phase.name:
+            return False
+        limit = _limits[-1]
+        most = limit + 2 * BEAT_SECONDS  # the last heartbeat may be older than the silence
+        silent = self._heartbeat.lost(most)
+        if not silent or not (self._heartbeat.told or now - self._awake_since >= most):
+            return False
+        if jax.process_index() == 0:
+            endings.publish(SILENT, silent)
+        rule = (
+            f"a process must not be silent for {limit:g} s (heartbeat_seconds of jaxpar.initialize)"
+        )
+        self._tell(self._phase, rule, silent)
+        if 0 in silent:  # and with it the service, which would not answer
+            self._end(int(ExitCode.STUCK))
+        else:
+            endings.end_now_without_a_word(int(ExitCode.STUCK), self._end)
+        return True
 
     def _is_late(self, signal: str, asked_at: float, now: float) -> bool:
         """Ends the run if its step has not ended long after a signal; says before that it will."""
@@ -232,19 +274,22 @@ class Watchdog:
                 faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__ or 2)
                 self._armed = deadline
 
-    def _fire(self, phase: Phase, rule: str) -> None:
+    def _tell(self, phase: Phase, rule: str, silent: Mapping[int, float]) -> None:
         faulthandler.cancel_dump_traceback_later()
-        os.write(2, self._report(phase, rule).encode())
+        os.write(2, self._report(phase, rule, silent).encode())
+
+    def _fire(self, phase: Phase, rule: str) -> None:
+        self._tell(phase, rule, self._heartbeat.silent())
         if jax.process_count() > 1 and jax.process_index() == 0:
             time.sleep(SECONDS_OF_GRACE)
         self._end(int(ExitCode.STUCK))
 
-    def _report(self, phase: Phase, rule: str) -> str:
+    def _report(self, phase: Phase, rule: str, silent: Mapping[int, float]) -> str:
         what = " ".join(filter(None, (phase.name, phase.detail)))
         me, count = jax.process_index(), jax.process_count()
         stack = "Its Python stack"
         found = f"process {me} of {count} stuck in {what}. "
-        if silent := self._heartbeat.silent():
+        if silent:
             named = ", ".join(
                 f"process {process} of {count}, silent for {silent[process]:.0f} s or more"
                 for process in silent
@@ -274,12 +319,18 @@ class Heartbeat:
         self._heard: dict[
             int, tuple[str, float]
         ] = {}  # by process: its latest heartbeat, and when that was first read
+        self._beating: set[int] = set()  # of those, the processes whose latest one is of this loop
+        self.told: dict[
+            str, float
+        ] = {}  # what process 0 has told of silent ones, as ``lost`` returns it
+        self._loop = "0/"  # with which the heartbeats of one loop begin in all processes
         self._listening_since: float | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="jaxpar-heartbeat", daemon=True)
 
     def __enter__(self) -> "Heartbeat":
         if client() is not None:
+            self._loop = f"{count_use('heartbeat')}/"
             self._thread.start()
         return self
 
@@ -294,6 +345,7 @@ class Heartbeat:
         """Starts or stops reading the others' heartbeats: a listener reads all of them, which is too expensive to do always."""
         if on and self._listening_since is None:
             self._heard.clear()
+            self._beating.clear()
             self._listening_since = self._clock()
         elif not on:
             self._listening_since = None
@@ -315,19 +367,44 @@ class Heartbeat:
             if seconds[each] > SILENT_SECONDS
         }
 
+    def lost(self, seconds: float) -> dict[int, float]:
+        """Returns the processes, and for how long, that were silent for so many seconds after they had spoken.
+
+        Process 0 finds them while it listens. The others find process 0, and those that it has told.
+        """
+        me = jax.process_index()
+        if self.told:
+            return {int(each): quiet for each, quiet in self.told.items() if int(each) != me}
+        if me == 0:
+            found = self.silent()
+            quiet = {process: found[process] for process in found if process in self._beating}
+        else:
+            quiet = {} if client() is None else {0: self._clock() - self._said_at}
+        return {process: quiet[process] for process in quiet if quiet[process] >= seconds}
+
     def _beat(self) -> None:
-        number = 0
-        while not self._over.wait(BEAT_SECONDS):
+        number, is_over = 0, False
+        while not is_over:
             number += 1
             with contextlib.suppress(Exception):  # the service is gone, and so is process 0
-                self._say_and_hear(client(), str(number))
+                self._say_and_hear(client(), f"{self._loop}{number}")
+            is_over = self._over.wait(BEAT_SECONDS)
+        with contextlib.suppress(Exception):
+            self._say(client(), OVER)
+
+    def _say(self, service: Any, text: str) -> None:
+        service.key_value_set(f"{HEARTBEATS}{jax.process_index()}", text, allow_overwrite=True)
 
     def _say_and_hear(self, service: Any, text: str) -> None:
-        service.key_value_set(f"{HEARTBEATS}{jax.process_index()}", text, allow_overwrite=True)
+        self._say(service, text)
         self._said_at = self._clock()
+        if _limits and jax.process_index() != 0:
+            self.told = endings.news(SILENT) or {}
         if self._listening_since is None:
             return
         for key, said in service.key_value_dir_get(HEARTBEATS):
             process = int(key.rsplit("/", 1)[1])
             if self._heard.get(process, ("", 0.0))[0] != said:
+                is_in_loop = said.startswith(self._loop)
+                (self._beating.add if is_in_loop else self._beating.discard)(process)
                 self._heard[process] = said, self._clock()

@@ -1,6 +1,7 @@
 """JAX's coordination service in this process, for tests of one process among others that are not there."""
 
 import json
+import threading
 import time
 from types import SimpleNamespace
 
@@ -47,12 +48,15 @@ def stand_in(monkeypatch, values=(), *, process=0, count=2, everyone_ends=False)
     monkeypatch.setattr(endings, "coordination", lambda: state)
     monkeypatch.setattr(coordination, "client", lambda: service)
     monkeypatch.setattr(coordination, "_uses", type(coordination._uses)())
-    for name in ("_completed", "_codes"):
+    for name in ("_completed", "_codes", "_follows"):
         monkeypatch.setattr(endings, name, [])
+    monkeypatch.setattr(endings, "_said", threading.Lock())
     monkeypatch.setattr(jax, "process_count", lambda: count)
     monkeypatch.setattr(jax, "process_index", lambda: process)
     for name, seconds in (
         ("SECONDS_OF_GRACE", 0),
+        ("SECONDS_TO_LEARN", 0.02),
+        ("SECONDS_TO_LINGER", 0.02),
         ("POLL_SECONDS", 0.01),
         ("SECONDS_TO_TELL", 0.02),
     ):
