@@ -173,8 +173,8 @@ def check_params(params: PyTree) -> None:
         if not is_frozen(node) and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise TypeError(
                 "params must be floating-point or complex arrays, since each is given a gradient; got "
-                f"{path_string(path)} of dtype {jnp.result_type(leaf)}. Put it into the batch, or "
-                "close over it; a number of each layer stays in the params, which trainable= then leaves out."
+                f"{path_string(path)} of dtype {jnp.result_type(leaf)}. Leave it out of trainable=, "
+                "which then names the others, or put one for each row into the batch, or close over it."
             )
         if EMPTY_ARRAYS_CRASH and jnp.size(leaf) == 0:
             raise ValueError(

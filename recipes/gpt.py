@@ -65,6 +65,12 @@ from jaxpar.runtime.watchdog import Budgets
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
 from jaxpar.tensor_parallel import split_copied_heads
 
+# The metrics of each step, those of experts too.
+OF_STEPS = (
+    *("loss", "grad_norm", "learning_rate", "skipped"),
+    *("balance_loss", "router_z_loss", "expert_imbalance", "dropped_experts"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Common(language_data.LanguageCommon, optimizers.OptimizedCommon):
@@ -291,7 +297,7 @@ def check_settings(config: Config) -> None:
     language_data.check_data_flags(data)
     optimizers.check_optimizer(config)
     check_at_least(1, eval_every=own.eval_every, eval_rows=own.eval_rows, top_k=own.top_k)
-    check_best_is_saved(config, own.eval_every, ("test_loss",))
+    check_best_is_saved(config, own.eval_every, ("test_loss",), OF_STEPS)
     if own.init_from is None:
         language_model.check_model(own, data.seq, needs_weights=False)
     pipeline = own.schedule, own.num_chunks, own.layers_per_virtual_stage

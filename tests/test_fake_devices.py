@@ -11,6 +11,7 @@ import sys
 import jax
 import pytest
 
+from jaxpar.runtime import distributed
 from jaxpar.runtime.distributed import give_threads
 from jaxpar.runtime.launch import Launch, free_port
 from tests.support.waiting import WAIT_SECONDS, XLA_WAITS
@@ -56,6 +57,19 @@ else:
 jax.jit(lambda x: x + 1)(1.0).block_until_ready()
 print(jax.device_count())
 """
+
+
+@pytest.mark.parametrize(("given", "is_told"), [("4", True), ("2", False), ("1", False)])
+def test_a_number_of_devices_that_the_program_overrides_is_told(
+    monkeypatch, capsys, given, is_told
+):
+    """As `launch --devices-per-process` gives it; 1 is its default."""
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", given)
+    monkeypatch.setattr(distributed.jax.config, "update", lambda name, value: None)
+    monkeypatch.setenv("PJRT_NPROC", "64")
+    distributed.use_fake_devices(2)
+    told = "asks for 2 fake devices in each process: JAX_NUM_CPU_DEVICES=4, which --devices-per-p"
+    assert (told in capsys.readouterr().err) == is_told
 
 
 @pytest.mark.full

@@ -1080,6 +1080,10 @@ def test_what_does_not_fit_is_named_with_the_nearest_that_does():
     assert jaxpar.plan(shape, dataclasses.replace(of_one, num_nodes=fewest), batch_size=4)
     with pytest.raises(ValueError, match="mlp needs"):
         jaxpar.plan(shape, dataclasses.replace(of_one, num_nodes=fewest - 1), batch_size=4)
+    with pytest.raises(ValueError, match=r"Nearest: (\d+) nodes\.$") as told:
+        jaxpar.plan(shape, of_one, batch_size=16, replica=1, tensor=1, zero=1)
+    more = dataclasses.replace(of_one, num_nodes=int(str(told.value).split()[-2]))
+    assert jaxpar.plan(shape, more, batch_size=16, replica=1, tensor=1, zero=1)
     of_three = dataclasses.replace(
         of_one, num_nodes=3
     )  # 6 nodes fit, or more, and fewer than a multiple of 3 as well

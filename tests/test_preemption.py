@@ -52,6 +52,14 @@ def test_after_the_last_step_it_says_what_is_left_to_do(capfd):
     assert "the run is about to end; a second signal ends it at once" in capfd.readouterr().err
 
 
+def test_after_an_error_it_does_not_say_that_the_last_step_is_done(capfd):
+    with StopSignals():
+        with pytest.raises(OSError, match="gone"), StopSignals():
+            raise OSError("gone")
+        os.kill(os.getpid(), signal.SIGINT)
+    assert "the run is about to end by an error; a second signal" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_signals_are_heard_while_the_main_thread_is_in_one_long_call(number):
     program = (

@@ -470,6 +470,10 @@ def check_exported(out_dir):
 
 @pytest.mark.full
 def test_what_cannot_be_exported_is_refused(trained, tmp_path, capsys):
+    within = trained / "checkpoints" / "50"
+    assert jaxpar_main(["export", str(trained), str(within)]) == 2
+    assert "among the checkpoints of the run. Choose" in capsys.readouterr().err
+    assert not within.exists()
     other = tmp_path / "other"
     shutil.copytree(trained / "model", other)
     described = json.loads((other / "config.json").read_text())

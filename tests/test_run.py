@@ -1158,6 +1158,10 @@ def test_checkpoints_without_the_metric_that_chooses_the_best_are_refused(given,
         check_best_is_saved(
             BasicFlags.of(keep_best="-test_los", checkpoint_every=50), 50, ("test_loss",)
         )
+    of_run = BasicFlags.of(keep_best="eval_loss", checkpoint_every=50)
+    check_best_is_saved(of_run, 50, ("test_loss",))  # a metric of its steps, which are not known
+    with pytest.raises(ValueError, match=r"got eval_loss\. (Did you mean test_loss\?|Choose from)"):
+        check_best_is_saved(of_run, 50, ("test_loss",), ("loss", "grad_norm"))
 
 
 def test_the_end_of_a_run_names_the_files_that_are_there(tmp_path, capsys):

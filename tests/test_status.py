@@ -19,7 +19,7 @@ from jaxpar.commands.cli import flag_names
 from jaxpar.fields import given_by
 from jaxpar.metrics import exporters
 from jaxpar.metrics.log import MetricsLog
-from jaxpar.metrics.status import JsonStream, StatusLines, render_status
+from jaxpar.metrics.status import JsonStream, StatusLines, level_of, render_status
 from jaxpar.run import make_mesh, messages
 from jaxpar.run.flags import MeshFlags
 from tests.support.prometheus import scrape
@@ -185,6 +185,9 @@ def test_a_message_is_one_line_of_json_whatever_is_in_it():
     assert (first["level"], first["message"]) == ("info", 'two\nlines, "quoted"')
     assert (second["level"], second["message"]) == ("error", "error: no")
     assert (third["loss"], third["step"]) == (None, 3), "JSON has no NaN"
+    told = ("NOT SAVED: checkpoint of step 2: no room", "a.py:3: UserWarning: a rule", "Traceback")
+    skipped = "step 5 changed nothing, since its loss or gradients were not finite"
+    assert [*map(level_of, (*told, skipped))] == ["warning", "warning", "error", "warning"]
     assert all(line["time"].endswith("Z") for line in (first, second, third))
 
 

@@ -437,3 +437,11 @@ def test_calls_are_refused_where_the_template_of_their_conversation_does_not_wri
         tokenise([tmp_path / "a.jsonl"], own, tmp_path / "cache")
     (tmp_path / "b.jsonl").write_text(json.dumps(row | {"tools": [{"name": "f"}]}))
     assert tokenise([tmp_path / "b.jsonl"], own, tmp_path / "cache").ignored == ()
+
+
+def test_a_conversation_that_begins_with_an_answer_is_told_so(tmp_path):
+    first = "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}" + CHATML
+    own = read_tokenizer(write_tokenizer(tmp_path / "model", template=first))
+    answer, question = {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}
+    with pytest.raises(ValueError, match=r"begins with an answer, for the template of .*Put a mes"):
+        own.render([answer, question, answer])

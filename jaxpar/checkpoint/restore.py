@@ -6,6 +6,7 @@ Another process may train meanwhile, and delete the step that is read. Such a st
 chosen, unless the step was asked for by its number.
 """
 
+import errno
 import os
 import shlex
 import time
@@ -132,6 +133,8 @@ def read_newest(
                     f"{wrong[step]}. Give {arg(step=intact)}, which is intact, or leave out {arg('step')} for the newest that "
                     "is."
                 )
+            if all(os.strerror(errno.EACCES) in problem for problem in wrong.values()):
+                remedy = "Give this user the right to read the files."
             raise BadCheckpointError(
                 f"{action} needs an intact checkpoint; got {len(wrong)} in {folder.path}, none of which is: "
                 f"{' | '.join(f'step {each}: {problem}' for each, problem in wrong.items())}. {remedy}"

@@ -42,7 +42,7 @@ def launch(args: Sequence[str]) -> int:
 
         Args:
             num_processes: Number of processes.
-            devices_per_process: Fake CPU devices per process.
+            devices_per_process: Fake CPU devices per process, where the program asks for no others.
             gpus_per_process: GPUs per process, in place of CPU devices.
             port: Port on which process 0 listens; 0: a free one.
             log_dir: Folder for the logs of the processes.
@@ -81,6 +81,13 @@ def export_model(
     """
     from jaxpar.checkpoint.stored_params import choosing_again
     from jaxpar.huggingface.export import RunModel, open_run, write_model
+    from jaxpar.run.folder import CHECKPOINTS
+
+    if out.resolve().is_relative_to((run / CHECKPOINTS).resolve()):
+        raise ValueError(
+            f"a model is written to a folder of its own; got {out}, among the checkpoints of the run. Choose "
+            f"{run / 'tuned'}, say."
+        )
 
     def write() -> RunModel:
         opened = open_run(run, step, source)

@@ -154,7 +154,7 @@ class ChatTemplate:
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = text_of(messages[:i], ask=True)
+            before = self._prompt(messages[:i], text_of)
             after = whole if i + 1 == len(messages) else text_of(messages[: i + 1], ask=False)
             if not after.startswith(before):
                 raise ValueError(self._other_beginning(messages[: i + 1], before, after, text_of))
@@ -168,6 +168,18 @@ class ChatTemplate:
                 )
             spans.append((len(before), len(after)))
         return tuple(spans)
+
+    def _prompt(self, messages: Sequence[Mapping[str, Any]], text_of: Callable[..., str]) -> str:
+        """Returns what the template writes to ask for an answer; of no messages it may not be able to."""
+        try:
+            return text_of(messages, ask=True)
+        except ValueError as error:
+            if messages:
+                raise
+            raise ValueError(
+                "a conversation must begin with what is answered, for this chat template to ask for the answer; got one that "
+                f"begins with an answer, for the template of {self._folder}. Put a message of the user before it, or remove it."
+            ) from error
 
     def _other_beginning(
         self,

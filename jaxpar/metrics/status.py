@@ -16,6 +16,7 @@ import datetime
 import io
 import json
 import math
+import re
 import threading
 import time
 from collections import deque
@@ -27,6 +28,7 @@ from jaxpar.runtime.output import tell
 
 Number = int | float
 STARTING, TRAINING, FINISHING = "starting", "training", "finishing"
+_SKIPPED = re.compile(r"step \d+ changed nothing")
 MOST_STEPS = 1000  # whose rates a line is the mean of
 LINES, STEPS = (
     2,
@@ -197,13 +199,21 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
+def level_of(text: str) -> str:
+    """Returns "error", "warning" or "info", by how a message begins."""
+    if text.startswith(("error:", "Traceback")):
+        return "error"
+    is_warning = text.startswith(("NOT SAVED", "NOT USED")) or "Warning: " in text.split("\n")[0]
+    return "warning" if is_warning or _SKIPPED.match(text) else "info"
+
+
 class JsonStream(io.TextIOBase):
     """A text stream that writes each message to another stream, such as ``sys.stderr``, as one line of JSON.
 
     {"time": "2026-11-22T12:55:44.120Z", "level": "info", "message": "compiled in 12.1 s"}
 
     What is written between two flushes is one message: a message that Python prints with ``flush=True`` stays whole. The level
-    of one that begins with "error:", and of a traceback, is "error".
+    is that of ``level_of``.
 
     Args:
         stream: Where the lines go.
@@ -233,9 +243,7 @@ class JsonStream(io.TextIOBase):
         with self._lock:
             text, self._parts = "".join(self._parts).strip("\n"), []
         if text.strip():
-            self.emit(
-                level="error" if text.startswith(("error:", "Traceback")) else "info", message=text
-            )
+            self.emit(level=level_of(text), message=text)
 
     def emit(self, **values: Any) -> None:
         """Writes a line with these values and the time; numbers that JSON does not have become null."""

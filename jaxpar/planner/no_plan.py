@@ -198,11 +198,14 @@ def _nearest(
         found := fitting_plans(estimator, anywhere, 1)
     ):
         return f"Nearest: {arg(**found[0].choice.sizes)}."
-    num_nodes = _fewest_nodes(estimator, anywhere, rows_of)
+    num_nodes = _fewest_nodes(estimator, fixed, rows_of)
+    if num_nodes is not None:
+        return f"Nearest: {num_nodes} nodes."
+    held = [axis for axis in AXES if fixed.get(axis)]
+    num_nodes = _fewest_nodes(estimator, anywhere, rows_of) if held else None
     if num_nodes is None:
         return "Choose devices with more memory."
-    held = " or ".join(axis for axis in OF_MODELS if fixed.get(axis))
-    return f"Nearest: {num_nodes} nodes" + (f", without a fixed {held}." if held else ".")
+    return f"Nearest: {num_nodes} nodes, without a fixed {' or '.join(held)}."
 
 
 def _fewest_nodes(

@@ -65,24 +65,26 @@ def without_metric(keep_best: str | None, names: Collection[str]) -> str:
     )
 
 
-def check_best_is_saved(flags: RunFlags, eval_every: int, names: Collection[str]) -> None:
-    """Raises ValueError where checkpoints would lack the metric of evaluations that --keep-best chooses them by.
+def check_best_is_saved(
+    flags: RunFlags, eval_every: int, names: Collection[str], of_steps: Collection[str] = ()
+) -> None:
+    """Raises ValueError where checkpoints would lack the metric that --keep-best chooses them by.
 
     Args:
         flags: The flags of the run.
         eval_every: The steps between two evaluations, whose metrics have names that begin with ``OF_EVALUATION``.
         names: These names.
+        of_steps: All other metrics that steps may have; none: they are not known.
     """
     best, every = flags.checkpoint.keep_best or "", flags.common.checkpoint_every
     name = best.removeprefix("-")
-    if not name.startswith(OF_EVALUATION):
+    if not name or name in of_steps or not (of_steps or name.startswith(OF_EVALUATION)):
         return
     if name not in names:
-        near = near_name(name, names)
+        near = near_name(name, (*names, *of_steps))
+        others = ", ".join(of_steps) or "a metric of each step"
         remedy = (
-            f"Did you mean {near}?"
-            if near
-            else f"Choose from {', '.join(names)}, or a metric of each step."
+            f"Did you mean {near}?" if near else f"Choose from {', '.join(names)}, or {others}."
         )
         raise ValueError(f"{arg('keep_best')} must name a metric of the run; got {name}. {remedy}")
     if flags.checkpoint.checkpoint_minutes:

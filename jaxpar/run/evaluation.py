@@ -115,5 +115,5 @@ def describe_loss(test_loss: float, text: Data) -> str:
     """Returns the loss on the text held out in several units, as text."""
     return (
         f"text held out: loss {test_loss:.4f} nats a {text.unit}, {test_loss / math.log(2):.3f} bits, perplexity "
-        f"{math.exp(min(test_loss, 700)):.4g}; knowing the {text.unit}s' frequencies alone gives {text.unigram_loss:.4f}"
+        f"{np.exp(np.float64(test_loss)):.4g}; knowing the {text.unit}s' frequencies alone gives {text.unigram_loss:.4f}"
     )

@@ -45,6 +45,7 @@ GPU_FLAGS = (
     *EACH_KERNEL_ONCE,
 )
 
+OWN_COUNT = "JAX_NUM_CPU_DEVICES"  # JAX's own variable for the fake devices of a process
 # JAX considers a process dead once half of its timeout to all of it has passed, and aborts the others without naming it: that
 # must be later than the watchdog's report.
 SECONDS_BEHIND = 10
@@ -68,6 +69,12 @@ def use_fake_devices(num_devices: int) -> None:
     """
     check_kind((int,), "an integer", "Write use_fake_devices(8).", num_devices=num_devices)
     check_positive("Write use_fake_devices(8).", num_devices=num_devices)
+    given = os.environ.get(OWN_COUNT, "1")
+    if given not in ("1", str(num_devices)) and os.environ.get("JAX_PROCESS_ID", "0") == "0":
+        tell(
+            f"the program asks for {num_devices} fake devices in each process: {OWN_COUNT}={given}, which "
+            "--devices-per-process of launch sets, has no effect"
+        )
     give_threads(num_devices)
     try:
         jax.config.update("jax_platforms", "cpu")

@@ -14,6 +14,7 @@ from types import FrameType
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAVES = "saving at the end of a step, then stopping"
 ENDS = "the last step is done, the run is about to end"
+FAILS = "the run is about to end by an error"
 
 
 class StopSignals:
@@ -41,9 +42,9 @@ class StopSignals:
             self._take()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._outer is not None:
-            self._outer._inner, self._outer._text = None, ENDS
+            self._outer._inner, self._outer._text = None, FAILS if kind else ENDS
         elif self._thread is not None:
             self._give_back(self._thread)
 
