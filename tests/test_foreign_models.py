@@ -254,7 +254,7 @@ def test_params_without_gradients_are_refused(name, leaf):
     params = PARAMS | {"layers": LAYERS | {"leaf": leaf}}
     with pytest.raises(
         TypeError,
-        match=rf"floating-point or complex.*got layers/leaf of dtype {leaf.dtype}. Put it into the",
+        match=rf"floating-point or complex.*got layers/leaf of dtype {leaf.dtype}. Leave it out of trainable=, which then",
     ):
         run(MODEL, name, params)
 
