@@ -247,3 +247,15 @@ def test_the_targets_of_a_model_with_experts_are_those_that_its_layers_have(give
             config, experts=dataclasses.replace(config.experts, num_dense_layers=1)
         ),
     )
+
+
+def test_adapters_keep_the_name_of_their_model_once_its_weights_are_gone(tmp_path):
+    origin, described, folder = (tmp_path / name for name in ("origin", "model", "adapter"))
+    for each in (origin, described, folder):
+        each.mkdir()
+    (origin / "model.safetensors").touch()
+    assert model_files.base_of_adapters(folder, origin) == str(origin)
+    assert model_files.base_of_adapters(folder, described) is None, "none is known"
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "origin"}))
+    assert model_files.base_of_adapters(folder, described) == "origin"
+    assert model_files.base_of_adapters(folder, None) is None

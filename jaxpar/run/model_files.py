@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 import jaxpar
 from jaxpar.data.checksums import checksum_of_files
 from jaxpar.huggingface.export import check_is_of
+from jaxpar.huggingface.folder import ADAPTER_CONFIG, INDEX, ONE_FILE, read_json
 from jaxpar.huggingface.from_codes import has_codes
 from jaxpar.layered_model import open_packed
 from jaxpar.models import lora
@@ -158,9 +159,17 @@ def save_adapters(
     folder: Path, flags: ModelFlags, config: TransformerConfig, params: PyTree
 ) -> None:
     """Writes the factors of LoRA as peft reads them."""
-    base = None if flags.init_from is None else str(flags.init_from)
+    base = base_of_adapters(folder, flags.init_from)
     jaxpar.huggingface.write_adapters(folder, config, params, base=base)
     say(f"written: {folder}/, adapters for peft")
+
+
+def base_of_adapters(folder: Path, init_from: Path | None) -> str | None:
+    """Returns the model that adapters name as theirs: the one in --init-from, or, if its weights are gone, as named before."""
+    if init_from is None or any((init_from / name).exists() for name in (ONE_FILE, INDEX)):
+        return None if init_from is None else str(init_from)
+    before = folder / ADAPTER_CONFIG
+    return read_json(before).get("base_model_name_or_path") if before.is_file() else None
 
 
 def merged(params: PyTree) -> PyTree:
