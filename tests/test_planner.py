@@ -96,11 +96,12 @@ def test_bloom_as_it_was_trained_fits_and_runs_freely_faster_than_in_lock_step()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", ["spmd", "mpmd"])
-def test_blooms_mesh_is_among_the_first_five(executor):
-    plans = jaxpar.plan(
-        "bloom-176b", cluster("a100-80gb", 48), batch_size=2048, executor=executor, top=5
-    )
+def test_blooms_mesh_is_among_the_first_five():
+    """Of plans that recompute, as BLOOM did: flash attention, which it had not, leaves room for others.
+
+    Without ZeRO, as executor="mpmd" is, the mesh does not fit.
+    """
+    plans = jaxpar.plan("bloom-176b", cluster("a100-80gb", 48), batch_size=2048, remat=True, top=5)
     meshes = [(plan.choice.data, plan.choice.stage, plan.choice.tensor) for plan in plans]
     assert (8, 12, 4) in meshes, render(plans)
 

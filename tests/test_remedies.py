@@ -227,9 +227,9 @@ def commands(capsys):
             ["--tensor 4"],
             marks=pytest.mark.full,
         ),
-        pytest.param("plan --model bloom-176b --top 1", ["--nodes 8"], marks=pytest.mark.slow),
+        pytest.param("plan --model bloom-176b --top 1", ["--nodes 7"], marks=pytest.mark.slow),
         pytest.param(
-            "plan --model bloom-176b --nodes 8 --remat no", ["--remat yes"], marks=pytest.mark.slow
+            "plan --model bloom-176b --nodes 7 --remat no", ["--remat yes"], marks=pytest.mark.slow
         ),
         pytest.param(
             "plan --model bloom-176b --nodes 8 --data 64", ["--data 16"], marks=pytest.mark.slow
