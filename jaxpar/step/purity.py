@@ -13,7 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpar._compat import Literal, Tracer, constants, inner_jaxprs, literals, opened, trace_context
+from jaxpar._compat import (
+    Literal,
+    Tracer,
+    constants,
+    inner_jaxprs,
+    literals,
+    opened,
+    trace_context,
+)
 from jaxpar.layered_model import LayeredModel
 
 # JAX keeps the trace of a function, and of those with jax.jit or jax.checkpoint that it calls, but not for another value.
@@ -76,7 +84,9 @@ def _refuse(what: str, *got: str) -> None:
 
 def _numbers(traced: Sequence[Any]) -> list[Any]:
     """Returns the numbers that are written in traced functions, or that these close over."""
-    values = [value for each in traced for value in (*literals(each), *constants(each))]
+    values: list[Any] = []
+    for each in traced:
+        values += (*literals(each), *constants(each))
     return [value for value in values if not isinstance(value, Tracer)]
 
 
@@ -96,7 +106,10 @@ class _Operation(NamedTuple):
 
 def _operations(traced: Sequence[Any]) -> list[_Operation]:
     """Returns the operations of traced functions, each with those inside it."""
-    return [operation for each in traced for operation in _of_jaxpr(each)]
+    found: list[_Operation] = []
+    for each in traced:
+        found += _of_jaxpr(each)
+    return found
 
 
 def _of_jaxpr(jaxpr: Any) -> Iterator[_Operation]:
@@ -154,5 +167,5 @@ def _first_apart(one: Any, other: Any) -> tuple[str, str]:
     if pair[0].shape != pair[1].shape:
         return f"an array {list(pair[0].shape)}", f"one {list(pair[1].shape)}"
     at = int(np.argmax((pair[0] != pair[1]).reshape(-1)))
-    shown = [f"{each.flat[at].item():g}" for each in pair]
-    return shown[0], shown[1]
+    first, second = (each.flat[at].item() for each in pair)
+    return f"{first:g}", f"{second:g}"
