@@ -126,7 +126,7 @@ def _digests(jaxpr: Any, given: Sequence[str], *, has_values: bool) -> list[str]
     body = opened(jaxpr)
     # The body of a call, a loop or a branch takes the last inputs of its equation.
     of = dict(zip(reversed(body.invars), reversed(given), strict=False))
-    written = (lambda value: str(value)) if has_values else (lambda value: "")
+    written = str if has_values else (lambda value: "")
     read = lambda x: written(x.val) if isinstance(x, Literal) else of.get(x, "")
     for equation in body.eqns:
         inputs = list(map(read, equation.invars))

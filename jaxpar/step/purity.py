@@ -26,9 +26,8 @@ from jaxpar.layered_model import LayeredModel
 
 # JAX keeps the trace of a function, and of those with jax.jit or jax.checkpoint that it calls, but not for another value.
 second_trace = trace_context(default_value=False)
-_LABELS = (
-    "name",
-)  # settings that change no number: of a jitted function, of what jax.checkpoint stores
+# Settings that change no number: of a jitted function, of what jax.checkpoint stores.
+_LABELS = ("name",)
 
 
 class ImpureError(ValueError):
