@@ -1,7 +1,9 @@
 """Conversations whose answers teach no end are told when they are read, and the remedies that are told work."""
 
 import json
+import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -214,3 +216,11 @@ def test_an_answer_that_has_the_end_of_the_question_alone_is_told(read):
     said, learned = read(prefill.replace("messages %}", "messages[:2] %}"))
     assert learned.startswith("<|im_end|>\n<|im_start|>assistant\na small animal")
     assert 'stops (<|im_end|>), and the first of them ends with "' in said
+
+
+@pytest.mark.parametrize(
+    ("loss", "perplexity"), [(1.0, "2.718"), (14530.0, "inf"), (math.nan, "nan")]
+)
+def test_a_perplexity_that_is_too_large_is_infinite(loss, perplexity):
+    text = SimpleNamespace(unit="token", unigram_loss=2.0)
+    assert f"perplexity {perplexity}; knowing" in evaluation.describe_loss(loss, text)

@@ -19,6 +19,7 @@ from jaxpar.run.messages import phase, say, stop
 from jaxpar.run.run import Run
 from jaxpar.runtime.exit_codes import ExitCode
 
+LARGEST_EXPONENT = 709.0  # of e, in float64
 MOST_WRITTEN = 256  # tokens of the sample after its prompt, each of which reads all before it
 
 
@@ -113,7 +114,8 @@ def write_sample(
 
 def describe_loss(test_loss: float, text: Data) -> str:
     """Returns the loss on the text held out in several units, as text."""
+    perplexity = math.inf if test_loss > LARGEST_EXPONENT else math.exp(test_loss)
     return (
         f"text held out: loss {test_loss:.4f} nats a {text.unit}, {test_loss / math.log(2):.3f} bits, perplexity "
-        f"{np.exp(np.float64(test_loss)):.4g}; knowing the {text.unit}s' frequencies alone gives {text.unigram_loss:.4f}"
+        f"{perplexity:.4g}; knowing the {text.unit}s' frequencies alone gives {text.unigram_loss:.4f}"
     )
