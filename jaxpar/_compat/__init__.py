@@ -43,6 +43,7 @@ from jaxpar._compat.jaxprs import (
     drawn_shapes,
     equations,
     inner_jaxprs,
+    is_in_einsum,
     is_jaxpr,
     linear_solve,
     literal_value,

@@ -87,6 +87,11 @@ def source_line(equation: Any, outside: str | None = None) -> str:
     return next((line for line in reversed(lines) if not line.startswith(outside)), "")
 
 
+def is_in_einsum(equation: Any) -> bool:
+    """Returns whether an equation is part of an einsum, which multiplies its operands in an order that depends on sizes."""
+    return "->" in str(equation.source_info.name_stack)
+
+
 def literal_value(literal: Any) -> Any:
     """Returns the value of a literal as an array; JAX may hold it as a Python number."""
     if np.isscalar(literal.val):

@@ -9,15 +9,16 @@ import numpy as np
 from jaxpar._compat import Tracer, is_jaxpr
 from jaxpar.row_dependence.values import Place, Value, of_number
 
-_LARGEST = 4096  # elements; of larger ones only the shape is read
+_LARGEST = 4096  # elements; of larger ones it is read only whether they are the same for more rows
 
 
 def of_constant(few: Any, many: Any) -> Value:
     """Returns the value of an array, or of a number, that a function closes over or that is written in it."""
     pair = (few, many)
     if not all(map(_can_be_read, pair)):
-        is_same_shape = np.shape(few) == np.shape(many)
-        return Value(place=Place.NONE if is_same_shape else Place.OTHER)
+        if np.shape(few) != np.shape(many):
+            return Value(place=Place.OTHER)
+        return Value(growth=1.0 if _are_equal(few, many) else None)
     dtypes = map(jnp.result_type, pair)
     if any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in dtypes):
         return Value()
@@ -27,10 +28,24 @@ def of_constant(few: Any, many: Any) -> Value:
 
 
 def _can_be_read(value: Any) -> bool:
+    return _is_here(value) and np.size(value) <= _LARGEST
+
+
+def _is_here(value: Any) -> bool:
     if isinstance(value, Tracer) or is_jaxpr(value):
         return False
-    is_here = getattr(value, "is_fully_addressable", True)
-    return is_here and np.size(value) <= _LARGEST
+    return getattr(value, "is_fully_addressable", True)
+
+
+def _are_equal(few: Any, many: Any) -> bool:
+    """Whether two arrays of one shape are the same; those that cannot be read are taken to be."""
+    if few is many or not (_is_here(few) and _is_here(many)):
+        return True
+    dtypes = {jnp.result_type(few), jnp.result_type(many)}
+    if len(dtypes) > 1 or any(jnp.issubdtype(each, jax.dtypes.extended) for each in dtypes):
+        return len(dtypes) == 1
+    few, many = np.asarray(few), np.asarray(many)
+    return np.array_equal(few, many, equal_nan=few.dtype.kind in "fc")
 
 
 def _is_one_number(array: np.ndarray) -> bool:

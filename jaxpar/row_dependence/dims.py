@@ -10,12 +10,16 @@ from jaxpar.row_dependence.elements import (
     elementwise,
     joined,
 )
-from jaxpar.row_dependence.operation import Operation, Shape
+from jaxpar.row_dependence.operation import Operation, Shape, groups_of, span_of_shape
 from jaxpar.row_dependence.values import (
     MOVED,
+    NONE,
     ORDERED,
+    SOME_ALONE,
     SOME_OTHERWISE,
     TAKEN,
+    TORN,
+    WEIGHT_BY_PLACE,
     Kind,
     Place,
     Span,
@@ -24,6 +28,8 @@ from jaxpar.row_dependence.values import (
     product_of_growths,
     same_growth,
 )
+
+_OF_ANY_NUMBER = ("reduce_max", "reduce_min", "reduce_and", "reduce_or")  # of copies of one
 
 # Reductions -----------------------------------------------------------------------------------
 
@@ -38,7 +44,8 @@ def reduced(op: Operation, given: Values) -> Value:
     left = [d for d in dims if d not in axes]
     if left == dims:
         places = _renumbered(left, axes)
-        return op.rows_at(given, value.rows.at(places), value.growth)
+        growth = _reduced_growth(op, value.growth, axes)
+        return op.rows_at(given, value.rows.at(places), growth)
     leads = left == dims[: len(left)]
     if leads and left and _varies(op, left[0]):
         return _reduced_groups(op, value, left)
@@ -49,6 +56,14 @@ def reduced(op: Operation, given: Values) -> Value:
     if is_of_all and (is_bound or not op.is_float()):
         return op.mixed(given, "a maximum over rows", is_bound=is_bound)
     return op.mixed(given, "it is no sum over rows")
+
+
+def _reduced_growth(op: Operation, growth: float | None, axes: Sequence[int]) -> float | None:
+    """Returns the growth of what is left of rows of which other dims are reduced, that may be longer for more rows."""
+    more = op.growth_of_size(0, axes)
+    if more == 1 or op.name in _OF_ANY_NUMBER:
+        return growth
+    return product_of_growths(growth, more) if op.name == "reduce_sum" else None
 
 
 def _renumbered(dims: Sequence[int], removed: Sequence[int]) -> list[int]:
@@ -68,13 +83,14 @@ def _reduced_without_rows(op: Operation, value: Value, axes: Sequence[int]) -> V
     adds = op.name == "reduce_sum"
     if not adds and value.kind is Kind.SUM:
         return elementwise(op, [value])
-    more = op.growth_of_size(0, axes) if adds else 1.0
-    growth = product_of_growths(value.growth, more)
-    if value.place and more != 1:
+    more = op.growth_of_size(0, axes)
+    is_once = more == 1 or op.name in _OF_ANY_NUMBER
+    growth = value.growth if is_once else product_of_growths(value.growth, more)
+    if value.place and more != 1 or not (is_once or adds):
         growth = None
     keeps_place = value.place and op.varying_out()
     place = Place.OTHER if keeps_place else Place.NONE
-    number = value.number
+    number = value.number if op.name in (*_OF_ANY_NUMBER, "reduce_sum") else None
     if number and adds:
         few, many = op.sizes_in(0, axes)
         number = number[0] * few, number[1] * many
@@ -89,11 +105,14 @@ def _reduced_groups(op: Operation, value: Value, left: list[int]) -> Value:
     inner = value.rows.inner / size
     span = value.rows._replace(inner=inner)
     places = _renumbered(left, axes)
-    return op.rows_at([value], span.at(places), value.growth)
+    others = [axis for axis in axes if axis not in value.rows.dims]
+    growth = _reduced_growth(op, value.growth, others)
+    return op.rows_at([value], span.at(places), growth)
 
 
 def _summed(op: Operation, value: Value, *, is_left: bool) -> Value:
-    is_of_all = set(value.rows.dims) <= set(op.params["axes"])
+    axes = op.params["axes"]
+    is_of_all = set(value.rows.dims) <= set(axes)
     counts = {stop - start for start, stop in value.rows.part}
     if op.axis and is_of_all and len(counts) == 1:  # so many of each device
         return op.mixed([value], "a sum over some rows of each device")
@@ -101,14 +120,18 @@ def _summed(op: Operation, value: Value, *, is_left: bool) -> Value:
         return Value(
             Kind.UNKNOWN,
             None,
-            why=op.told("a sum over some rows"),
+            why=op.told(SOME_ALONE),
         )
     if not is_left:
         return op.mixed([value], "it is no sum over rows")
+    others = [axis for axis in axes if axis not in value.rows.dims]
+    why = op.told(WEIGHT_BY_PLACE) if value.place else NONE
+    if not is_of_all and not value.in_loop:
+        why = why or op.told(TORN)
     return Value(
         Kind.SUM,
-        value.growth,
-        why=value.why,
+        _reduced_growth(op, value.growth, others),
+        why=value.why or why,
         assumed=value.assumed,
     )
 
@@ -143,12 +166,16 @@ def reshaped(op: Operation, given: Values) -> Value:
     _, new = op.out_shapes()
     if span is None and not op.varying_out():  # the whole, of the parts of all
         return replace(value, place=Place.NONE)
+    if value.is_free and op.varying_in() and 0 not in new:
+        return _reshaped_copies(op, value)
     if span is None or span.in_loop or 0 in new:
         return value
     is_in_loop = span.first < 0
     within = span._replace(first=0, outer=1) if is_in_loop else span
     made = _span_of_reshaped(within, old, new)
-    if made is None:
+    few = _span_of_reshaped(within, op.in_shapes()[0], op.out_shapes()[0])
+    is_alike = made is None or few is None or made == few or op.axis
+    if made is None or not is_alike or _crosses_repeats(op, within, made):
         return op.mixed(given, "it reads some rows of all")
     if op.parts_groups(_in_group(made, op.out_shapes()[0])):
         of = "a sequence" if op.axis else "a batch"
@@ -159,6 +186,35 @@ def reshaped(op: Operation, given: Values) -> Value:
         return op.unknown(given, op.told("a loop over rows reshapes them"))
     around = made._replace(first=-1, outer=span.outer)
     return replace(value, span=around)
+
+
+def _reshaped_copies(op: Operation, value: Value) -> Value:
+    """Of what depends on no row: elements that differ are those of each row, where they are merged with the dim of rows.
+
+    jnp.tile(table, n) has its elements in each row; jnp.repeat(table, n // 2) has one in each half of the rows.
+    """
+    dims = op.varying_in()
+    groups = groups_of(op)
+    if op.axis and len(dims) > 1:  # the whole, of the parts of all
+        return value
+    if groups is not None:
+        few, many = op.in_shapes()
+        others = [d for before, _ in groups if set(before) & set(dims) for d in before]
+        if all(d in dims or d in value.copies or few[d] == many[d] == 1 for d in others):
+            return value
+    old, new = (shapes[0] for shapes in (op.in_shapes(), op.out_shapes()))
+    made = _span_of_reshaped(span_of_shape(old, dims, op.rows), old, new)
+    if len(dims) > 1 or made is None:
+        return replace(value, place=Place.OTHER)
+    return op.rows_at([value], made, value.growth)
+
+
+def _crosses_repeats(op: Operation, span: Span, made: Span) -> bool:
+    """Whether some groups of neighbouring rows have the last of one repetition of the rows and the first of the next."""
+    if span.outer == 1:
+        return False
+    size = _in_group(made, op.out_shapes()[0])
+    return size > 1 and any(rows % size for rows in (op.rows, round(op.rows * op.ratio)))
 
 
 def _in_group(span: Span, shape: Shape) -> Fraction:
@@ -226,6 +282,8 @@ def tiled(op: Operation, given: Values) -> Value:
     value = given[0]
     span = value.span
     repeats = op.params["reps"]
+    if value.is_free:
+        return _tiled_copies(op, value)
     if span is None:
         return value
     times = math.prod(repeats[d] for d in span.dims if d >= 0)
@@ -233,6 +291,28 @@ def tiled(op: Operation, given: Values) -> Value:
         return op.unknown(given, op.told("it repeats rows"))
     outer = span.outer * times
     return replace(value, span=span._replace(outer=outer))
+
+
+def _tiled_copies(op: Operation, value: Value) -> Value:
+    few, _ = op.in_shapes()
+    longer = [d for d, times in enumerate(op.params["reps"]) if times > 1 and few[d] > 1]
+    varying = [d for d in op.varying_out() if d in longer and d not in value.copies]
+    if not varying:
+        return replace(value, copied=value.copied | _repeated_once(op))
+    if len(varying) > 1 or varying != op.varying_out():
+        return replace(value, place=Place.OTHER)
+    (dim,) = varying
+    if dim not in op.varying_in():
+        shape, _ = op.out_shapes()
+        return op.rows_at([value], span_of_shape(shape, [dim], op.rows), value.growth)
+    span = span_of_shape(few, [dim], op.rows)
+    return op.rows_at([value], span._replace(outer=op.params["reps"][dim]), value.growth)
+
+
+def _repeated_once(op: Operation) -> set[int]:
+    """Returns the dims of one element, which are then copies of it."""
+    few, many = op.in_shapes()
+    return {d for d in range(len(few)) if few[d] == many[d] == 1}
 
 
 def counted(op: Operation, given: Values) -> Value:
@@ -273,7 +353,7 @@ def _sliced_rows(op: Operation, value: Value, dim: int) -> Value:
     stride = (op.params["strides"] or {dim: 1})[dim]
     if stride > 1:
         is_from_start = starts[0] == starts[1] < stride
-        is_uneven = any(size % stride for size in sizes)
+        is_uneven = any(size % (stride * span.outer) for size in sizes)
         if not is_from_start or is_uneven or op.parts_groups(stride / span.inner):
             return op.mixed([value], TAKEN)
         return replace(value, span=span._replace(inner=span.inner / stride))
@@ -292,6 +372,7 @@ def _sliced_rows(op: Operation, value: Value, dim: int) -> Value:
 def concatenated(op: Operation, given: Values) -> Value:
     """Of arrays one after another: repetitions of rows, or parts of them in their order."""
     axis = op.params["dimension"]
+    given = _with_rows_of_copies(op, given, axis)
     spans = [v.span for v in given if v.span]
     along = [span for span in spans if axis in span.dims]
     kind = max(v.kind for v in given)
@@ -316,17 +397,50 @@ def concatenated(op: Operation, given: Values) -> Value:
     if not _are_in_order(parts, sizes):
         return op.mixed(given, MOVED)
     made = op.rows_at(given, first._replace(part=()), growth)
-    if made.why or _are_shares(parts, sizes):
+    if made.why or _are_shares(op, parts, sizes):
         return made
     why = op.told(SOME_OTHERWISE)
     return replace(made, place=Place.OTHER, why=why)
 
 
-def _are_shares(parts: Sequence[tuple], sizes: tuple[int, ...]) -> bool:
-    """Whether each part is the same share of few rows and of many."""
+def _with_rows_of_copies(op: Operation, given: Values, axis: int) -> Values:
+    """Returns the values that are joined along rows: those that depend on none have elements for each row too."""
+    of_rows = all(op.varying_in(at) == [axis] for at, v in enumerate(given) if v.is_free)
+    numbers = {v.number for v in given}
+    is_one_number = len(numbers) == 1 and None not in numbers
+    if not of_rows or is_one_number or axis not in op.varying_out():
+        return given
+    pairs = enumerate(given)
+    return [_rows_of_copies(op, at, v, axis) if v.is_free else v for at, v in pairs]
+
+
+def _rows_of_copies(op: Operation, at: int, value: Value, axis: int) -> Value:
+    span = span_of_shape(op.in_shapes(at)[0], [axis], op.rows)
+    return op.rows_at([value], span, value.growth)
+
+
+def _are_shares(op: Operation, parts: Sequence[tuple], sizes: tuple[int, ...]) -> bool:
+    """Whether each part is the same share of few rows and of many, and no part is treated otherwise."""
     few, many = sizes
     stops = [(stop, stop_of_many) for (_, stop), (_, stop_of_many) in parts]
-    return all(stop * many == stop_of_many * few for stop, stop_of_many in stops)
+    are_shares = all(stop * many == stop_of_many * few for stop, stop_of_many in stops)
+    return are_shares and (op.is_of_library or _are_treated_alike(op))
+
+
+def _are_treated_alike(op: Operation) -> bool:
+    """Whether the parts are the same function of slices of one value."""
+    axis = op.params["dimension"]
+
+    def slice_of_rows(equation: Any) -> Any:
+        starts = equation.params.get("start_indices")
+        if equation.primitive.name != "slice" or axis >= len(starts):
+            return None
+        others = [starts, equation.params["limit_indices"]]
+        kept = tuple(tuple(at for d, at in enumerate(each) if d != axis) for each in others)
+        return id(equation.invars[0]), kept
+
+    numbers = {op.expressions.number(part, slice_of_rows) for part in op.few.invars}
+    return len(numbers) == 1
 
 
 def _are_in_order(parts: Sequence[tuple], sizes: tuple[int, ...]) -> bool:
@@ -377,9 +491,13 @@ def along(
 
 
 def windows(params: dict[str, Any]) -> list[int]:
-    """Returns the dims along which a window has several elements."""
+    """Returns the dims along which a window has several elements, or along which some are left out or added."""
     sizes = params["window_dimensions"]
-    return [d for d, size in enumerate(sizes) if size > 1]
+    plain = [1] * len(sizes)
+    strides = params.get("window_strides") or plain
+    padding = params.get("padding") or [(0, 0)] * len(sizes)
+    each = enumerate(zip(sizes, strides, padding, strict=True))
+    return [d for d, (size, stride, pad) in each if size > 1 or stride > 1 or any(pad)]
 
 
 def padded(params: dict[str, Any]) -> list[int]:

@@ -6,9 +6,11 @@ from dataclasses import replace
 from jaxpar.row_dependence.operation import Operation
 from jaxpar.row_dependence.values import (
     NONE,
+    SOME_OTHERWISE,
     ZERO,
     Kind,
     Place,
+    Span,
     Value,
     Values,
     first_assumed,
@@ -40,7 +42,17 @@ def elementwise(op: Operation, given: Values, at: int = 0) -> Value:
     if any(v.growth != 1 for v in given):
         what = "each row depends on the number of rows"
         return op.mixed(given, what, at, is_sure=op.reads_floats())
-    return op.rows_at(given, spans.pop())
+    span = spans.pop()
+    made = op.rows_at(given, span)
+    if made.why or not _differs_by_part(op, given, span, at):
+        return made
+    return replace(made, place=Place.OTHER, why=op.told(SOME_OTHERWISE))
+
+
+def _differs_by_part(op: Operation, given: Values, span: Span, at: int) -> bool:
+    """Whether what depends on no row is another element for each half of the rows, or for each other part."""
+    parts = op.leading_dims(span, at)
+    return any(v.is_free and not parts <= v.copies for v in given)
 
 
 def drawn(op: Operation, given: Values) -> Value:
@@ -189,7 +201,8 @@ def chosen(op: Operation, given: Values, at: int = 0) -> Value:
     if condition.kind is Kind.MIXED and not condition.is_bound:
         return condition
     numbers = [v for v in cases if not _is_nan(v)]
-    if len(numbers) == 1 and condition.kind is not Kind.ROWS:
+    is_told = condition.is_free or condition.is_of_any
+    if len(numbers) == 1 and condition.kind is not Kind.ROWS and is_told:
         return numbers[0]  # a loss that is NaN tells itself; the median is, if any element is
     in_doubt = condition.why and condition.kind is not Kind.MIXED
     if in_doubt or condition.kind in (Kind.SUM, Kind.UNKNOWN):
@@ -220,7 +233,8 @@ def _by_place(op: Operation, made: Value, given: Values) -> Value:
         why = made.why or op.told("each row has a weight by its place")
         return replace(made, why=why)
     # An index below 0 counts from the end: JAX chooses between it and its sum with the number of rows.
-    is_index = all(case.place is Place.INDEX for case in cases)
+    places = {case.place for case in cases}
+    is_index = Place.INDEX in places and Place.OTHER not in places
     return replace(made, place=Place.INDEX if is_index else Place.OTHER) if made.is_free else made
 
 
@@ -247,6 +261,21 @@ def largest(op: Operation, given: Values) -> Value:
     return elementwise(op, given)
 
 
+_OF_CONDITIONS = ("reduce_or", "reduce_and", "or", "and", "not")
+_OF_SHAPES = ("broadcast_in_dim", "reshape", "squeeze")
+
+
+def with_conditions(op: Operation, given: Values, made: list[Value]) -> list[Value]:
+    """Returns the results of an operation; conditions of some row, and tests for NaN, are marked as such."""
+    is_itself = op.name == "ne" and op.few.invars[0] is op.few.invars[1]
+    is_test = is_itself or op.name == "is_finite"
+    is_of_rows = op.name in ("reduce_or", "reduce_and") and given[0].kind is Kind.ROWS
+    goes_on = op.name in (*_OF_CONDITIONS, *_OF_SHAPES) and any(v.is_of_any for v in given)
+    if not (is_test or is_of_rows or goes_on):
+        return made
+    return [replace(value, is_of_any=True) for value in made]
+
+
 # Products -------------------------------------------------------------------------------------
 
 
@@ -261,6 +290,8 @@ def multiplied(op: Operation, given: Values) -> Value:
 def divided(op: Operation, given: Values) -> Value:
     """Of a quotient."""
     a, b = given
+    if a.kind is Kind.SUM and not op.is_float() and b.number != (1, 1):
+        return elementwise(op, given)  # a quotient of integers is cut
     return _scaled(op, a, b, power=-1)
 
 
@@ -319,8 +350,13 @@ def stopped(op: Operation, given: Values) -> Value:
 def converted(op: Operation, given: Values) -> Value:
     """Of another dtype: a number is cut where it becomes an integer."""
     (value,) = given
-    if op.reads_floats() and not op.is_float():
+    becomes_bool = op.few.outvars[0].aval.dtype == bool and not _is_bool(op)
+    if becomes_bool or (op.reads_floats() and not op.is_float()):
         return elementwise(op, given)
     if value.kind is Kind.ROWS:
         return op.rows_at(given, value.span, value.growth)
     return value
+
+
+def _is_bool(op: Operation) -> bool:
+    return op.few.invars[0].aval.dtype == bool

@@ -14,9 +14,13 @@ from jaxpar.row_dependence.operation import (
 )
 from jaxpar.row_dependence.values import (
     MOVED,
+    NONE,
     PUT_IN_ORDER,
+    SOME_ALONE,
+    SOME_OTHERWISE,
     TAKEN,
     TORN,
+    WEIGHT_BY_PLACE,
     ZERO,
     Kind,
     Place,
@@ -48,15 +52,28 @@ def multiplied_matrices(op: Operation, given: Values) -> Value:
         return _product_with_sums(op, given, growth)
     if not a.is_free or not b.is_free:
         return _product_of_rows(op, given, growth)
-    keeps_place = max(a.place, b.place) and op.varying_out()
-    place = Place.OTHER if keeps_place else Place.NONE
-    return Value(growth=_contracted_growth(op, growth), place=place)
+    has_place = max(a.place, b.place)
+    place = Place.OTHER if has_place and op.varying_out() else Place.NONE
+    growth = _contracted_growth(op, given, growth)
+    return Value(growth=growth, place=place)
 
 
-def _contracted_growth(op: Operation, growth: float | None) -> float | None:
-    (contracted, _), _ = op.params["dimension_numbers"]
-    more = op.growth_of_size(0, contracted)
+def _contracted_growth(op: Operation, given: Values, growth: float | None) -> float | None:
+    """Returns the growth of a product of which dims are added up that are longer for more rows, and hold none."""
+    (contracted, others), _ = op.params["dimension_numbers"]
+    dims = [
+        d
+        for d, other in zip(contracted, others, strict=True)
+        if not _holds_rows(given[0], d) and not _holds_rows(given[1], other)
+    ]
+    more = op.growth_of_size(0, dims)
+    if more != 1 and any(v.is_free and v.place for v in given):
+        return None
     return product_of_growths(growth, more)
+
+
+def _holds_rows(value: Value, dim: int) -> bool:
+    return value.kind is Kind.ROWS and dim in value.rows.dims
 
 
 def _product_in_loop(op: Operation, given: Values, growth: float | None) -> Value:
@@ -75,7 +92,7 @@ def _product_with_sums(op: Operation, given: Values, growth: float | None) -> Va
     has_place = any(v.place for v in given)
     if kinds == {Kind.FREE, Kind.SUM} and not has_place:
         of_rows = max(given, key=lambda v: v.kind)
-        growth = _contracted_growth(op, growth)
+        growth = _contracted_growth(op, given, growth)
         return replace(of_rows, growth=growth, is_running=False)
     if max(kinds) is Kind.ROWS:
         return op.unknown(
@@ -87,6 +104,7 @@ def _product_with_sums(op: Operation, given: Values, growth: float | None) -> Va
 
 def _product_of_rows(op: Operation, given: Values, growth: float | None) -> Value:
     contracted, _ = op.params["dimension_numbers"]
+    growth = _contracted_growth(op, given, growth)
     moved, summed, num_torn = set(), [], 0
     for at, value in enumerate(given):
         if value.kind is not Kind.ROWS:
@@ -95,7 +113,7 @@ def _product_of_rows(op: Operation, given: Values, growth: float | None) -> Valu
         gone = dims & set(contracted[at])
         if gone == dims:
             places = [contracted[at].index(d) for d in value.rows.dims]
-            summed.append(tuple(places))
+            summed.append((tuple(places), value.rows._replace(first=0, last=0)))
         elif gone:
             num_torn += 1
         else:
@@ -107,7 +125,18 @@ def _product_of_rows(op: Operation, given: Values, growth: float | None) -> Valu
         return op.unknown(given, op.told(TORN))
     if len(moved) > 1:
         return op.mixed(given, "it multiplies rows by other rows")
-    return op.rows_at(given, moved.pop(), growth)
+    made = op.rows_at(given, moved.pop(), growth)
+    if made.why or not _differs_by_part(op, given, made):
+        return made
+    return replace(made, place=Place.OTHER, why=op.told(SOME_OTHERWISE))
+
+
+def _differs_by_part(op: Operation, given: Values, made: Value) -> bool:
+    """Whether rows are multiplied by other params in each half of them, or in each other part."""
+    parts = op.leading_dims(made.rows)
+    of_free = [at for at, value in enumerate(given) if value.is_free]
+    dims_of = lambda at: {d: to for d, to in enumerate(_out_dims(op, at)) if to in parts}
+    return any(not given[at].copies.issuperset(dims_of(at)) for at in of_free)
 
 
 def _sum_of_products(
@@ -123,7 +152,9 @@ def _sum_of_products(
     why = first_why(given)
     has_place = any(v.place for v in given)
     if has_place and not why:
-        why = op.told("each row has a weight by its place")
+        why = op.told(WEIGHT_BY_PLACE)
+    if any(v.span and v.span.part for v in given):
+        return Value(Kind.UNKNOWN, None, why=why or op.told(SOME_ALONE))
     assumed = first_assumed(given)
     return Value(Kind.SUM, growth, why=why, assumed=assumed)
 
@@ -201,13 +232,17 @@ def gathered(op: Operation, given: Values) -> Value:
         return elementwise(op, given)
     numbers = op.params["dimension_numbers"]
     dims = set(x.rows.dims)
-    size = op.params["slice_sizes"][x.rows.first]
+    sizes, sizes_of_many = op.both("slice_sizes")
+    size = max(sizes[x.rows.first], sizes_of_many[x.rows.first])
+    whole, whole_of_many = op.in_shapes(0)
     if size == 1 and dims & set(numbers.start_index_map):
         return _gathered_rows(op, x, index)
     if dims <= set(numbers.operand_batching_dims):
         return _gathered_in_rows(op, x, index)
     if index.kind is Kind.ROWS:
         return op.unknown(given, op.told("rows choose of rows"))
+    if any(sizes[d] != whole[d] or sizes_of_many[d] != whole_of_many[d] for d in dims):
+        return op.unknown(given, op.told(TAKEN))
     span = _span_of_slices(op, x.rows)
     return op.rows_at(given, span, x.growth)
 
@@ -286,6 +321,8 @@ def scattered(op: Operation, given: Values) -> Value:
         return op.unknown(given, op.told(PUT_IN_ORDER))
     if by_index and not _has_each(op, sorted(by_index)):
         return op.unknown(given, op.told("it writes some rows"))
+    if index.kind is Kind.ROWS and not by_index and not _writes_in_rows(op, dims):
+        return op.unknown(given, op.told("each row chooses where all rows are written"))
     if updates.kind is Kind.SUM:
         return joined(op, [x, updates])
     few, _ = op.out_shapes()
@@ -299,6 +336,11 @@ def scattered(op: Operation, given: Values) -> Value:
     return op.rows_at(others, span, growth)
 
 
+def _writes_in_rows(op: Operation, dims: Sequence[int]) -> bool:
+    """Whether the index of each row writes into that row, since both have the dim of a batch."""
+    return set(dims) <= set(op.params["dimension_numbers"].operand_batching_dims)
+
+
 def _scattered_without_rows(op: Operation, x: Value, index: Value, updates: Value) -> Value:
     adds = op.name in ADDS
     if Kind.ROWS not in (index.kind, updates.kind):
@@ -308,10 +350,14 @@ def _scattered_without_rows(op: Operation, x: Value, index: Value, updates: Valu
             [x, index, updates],
             "it keeps what the last of some rows writes",
         )
+    if any(v.span and v.span.part for v in (index, updates)):
+        return op.unknown([x, index, updates], op.told(SOME_ALONE))
+    by_place = any(v.place for v in (index, updates))
+    why = op.told(WEIGHT_BY_PLACE) if by_place else NONE
     total = Value(
         Kind.SUM,
         updates.growth,
-        why=updates.why or index.why,
+        why=updates.why or index.why or why,
     )
     return joined(op, [x, total], adds=True)
 

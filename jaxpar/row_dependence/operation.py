@@ -3,14 +3,16 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpar._compat import source_line
+from jaxpar.row_dependence.expressions import Expressions
 from jaxpar.row_dependence.values import (
     MOVED_APART,
     NONE,
@@ -26,6 +28,14 @@ from jaxpar.row_dependence.values import (
 )
 
 Shape = tuple[int, ...]
+# Settings of operations that are sizes, or names, and may be others for more rows.
+_SIZES = frozenset(
+    (
+        *("shape", "new_sizes", "sizes", "reps", "length", "unroll", "name", "slice_sizes"),
+        *("start_indices", "limit_indices", "padding", "padding_config", "window_dimensions"),
+        *("lhs_shape", "rhs_shape", "fft_lengths", "out_shape", "shape_invariant", "k"),
+    )
+)
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "all_to_all")
 LIBRARY = f"{Path(__file__).parents[1]}{os.sep}"  # the folder of jaxpar, in a line of its code
 
@@ -51,6 +61,7 @@ class Operation:
         caller: The line that calls the function around.
         axis: The mesh axis that splits the rows; "" where none does in these jaxprs.
         num_joined: How many neighbouring rows no split parts; 0: groups of rows are not looked for.
+        expressions: Those of the jaxpr for few rows.
     """
 
     few: Any
@@ -61,6 +72,7 @@ class Operation:
     caller: str = ""
     axis: str = ""
     num_joined: int = 0
+    expressions: Expressions = field(default_factory=lambda: Expressions([]))
 
     @property
     def name(self) -> str:
@@ -118,6 +130,26 @@ class Operation:
     def parts_groups(self, size: Fraction | int) -> bool:
         """Whether a split parts some groups of so many neighbouring rows."""
         return size > 1 and self.num_joined > 0 and self.num_joined % size != 0
+
+    def other_setting(self) -> str:
+        """Returns the name of a setting, other than a size, that is another for more rows; "" if there is none."""
+        few, many = self.few.params, self.many.params
+        others = (name for name in few if name not in _SIZES and name in many)
+        plain = (n for n in others if _is_plain(few[n]) and _is_plain(many[n]))
+        name = next((n for n in plain if str(few[n]) != str(many[n])), "")
+        if not name and self.name == "slice":
+            kept = set(range(self.ndim_in(0))) - set(self.varying_in())
+            bounds = ("start_indices", "limit_indices")
+            differing = (b for b in bounds for d in kept if len(set(self.params_of(b, d))) > 1)
+            is_of_rows = self.varying_out() and len(kept) < self.ndim_in(0)
+            name = next(differing, "") if is_of_rows else ""
+        return name
+
+    def leading_dims(self, span: Span, at: int = 0) -> frozenset[int]:
+        """Returns the dims of rows by which a result has parts of its rows: ``[2, rows / 2]`` has two halves along dim 0."""
+        few, _ = self.out_shapes(at)
+        varying = [d for d in self.varying_out(at) if d in span.dims]
+        return frozenset(d for d in span.dims if varying and 0 <= d < varying[0] and few[d] > 1)
 
     def changed_dims(self) -> list[int]:
         """Returns the dims of which the result has another size than the operand."""
@@ -249,8 +281,11 @@ class Operation:
                 (span for span in spans if span.in_loop),
                 None,
             )
+        shape, _ = self.out_shapes(at)
+        guessed = span_of_shape(shape, dims, self.rows)
         known = [span for span in spans if set(dims) <= set(span.dims)]
-        return known[0] if known else span_of_shape(self.out_shapes(at)[0], dims, self.rows)
+        of_that_size = [span for span in known if _has_size(span, shape, self.rows)]
+        return of_that_size[0] if of_that_size else guessed
 
     # Sums -------------------------------------------------------------------------------------
 
@@ -265,6 +300,48 @@ def span_of_shape(shape: Shape, dims: Sequence[int], rows: int) -> Span:
     """Returns where an array has rows whose dims of these numbers differ with the number of rows."""
     size = math.prod(shape[dims[0] : dims[-1] + 1])
     return Span(dims[0], dims[-1], inner=Fraction(size, rows))
+
+
+def _is_plain(setting: Any) -> bool:
+    """Whether a setting is a number, a name or a dtype, or a tuple of these."""
+    if isinstance(setting, tuple):
+        return all(map(_is_plain, setting))
+    return isinstance(setting, bool | int | float | str | np.dtype)
+
+
+def _has_size(span: Span, shape: Shape, rows: int) -> bool:
+    """Whether the dims of a span have as many elements as it says, or some of them where it has a part."""
+    size = math.prod(shape[d] for d in span.dims if 0 <= d < len(shape))
+    return bool(span.part) or span.in_loop or size == span.outer * rows * span.inner
+
+
+def groups_of(op: Operation) -> list[tuple[list[int], list[int]]] | None:
+    """Returns which neighbouring dims a reshape makes of which; None: others for few rows than for many.
+
+        [2, 6, 5] -> [12, 5]    ([0, 1], [0]), ([2], [1])
+    """
+    pairs = zip(op.in_shapes(), op.out_shapes(), strict=True)
+    few, many = (_grouped(old, new) for old, new in pairs)
+    return few if few == many else None
+
+
+def _grouped(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
+    groups = []
+    before, after = list(range(len(old))), list(range(len(new)))
+    while before or after:
+        taken, made = before[:1], [] if before else after[:1]
+        before, after = before[len(taken) :], after[len(made) :]
+        while (a := _product(old, taken)) != (b := _product(new, made)):
+            if a < b:
+                taken.append(before.pop(0))
+            else:
+                made.append(after.pop(0))
+        groups.append((taken, made))
+    return groups
+
+
+def _product(shape: Shape, dims: Sequence[int]) -> int:
+    return math.prod(shape[d] for d in dims)
 
 
 def _differing(few: Shape, many: Shape) -> list[int]:

@@ -38,6 +38,7 @@ class _Makes(NamedTuple):
 def placed(op: Operation, given: Values, made: Sequence[Value]) -> list[Value]:
     """Returns the results of an operation on values without rows: those that now depend on places say so."""
     made = _no_longer_indices(op, given, made)
+    made = [_without_rows(op, given, value, at) for at, value in enumerate(made)]
     makes = _BY_NAME.get(op.name)
     if makes is None or _are_copies(makes, given):
         return list(made)
@@ -54,22 +55,53 @@ def placed(op: Operation, given: Values, made: Sequence[Value]) -> list[Value]:
     return results
 
 
+def _without_rows(op: Operation, given: Values, value: Value, at: int) -> Value:
+    """Returns a result; of one that has no longer a dim for rows, it is not known how it depends on their number."""
+    had_places = any(v.place and op.varying_in(i) for i, v in enumerate(given))
+    is_left = op.varying_out(at) or op.trips_vary
+    is_whole = op.name == "reshape"  # of what all devices have
+    if not had_places or is_left or is_whole or not value.is_free or value.number:
+        return value
+    return replace(value, growth=None, place=Place.NONE)
+
+
 def _no_longer_indices(op: Operation, given: Values, made: Sequence[Value]) -> list[Value]:
     """Returns the results, which are the index of each row only where the operation leaves an index what it was."""
-    had_indices = any(value.place is Place.INDEX for value in given)
-    if not had_indices or op.name in _KEEP_INDICES or _counts_from_the_end(op, given):
+    had_indices = any(Place.NONE < value.place < Place.OTHER for value in given)
+    if not had_indices or (op.name in _KEEP_INDICES and _keeps_rows_apart(op)):
         return list(made)
-    other = lambda value: replace(value, place=Place.OTHER) if value.place else value
+    place = _place_of_sum(op, given)
+    other = lambda value: replace(value, place=place) if value.place else value
     return list(map(other, made))
 
 
-def _counts_from_the_end(op: Operation, given: Values) -> bool:
-    """Whether it adds to indices their number, or subtracts it: an index below 0 counts from the end."""
+def _keeps_rows_apart(op: Operation) -> bool:
+    """Whether the dim of rows is what it was: not one that is merged with another one, or made of two."""
+    few, many = op.out_shapes()
+    sizes = {(few[d], many[d]) for d in op.varying_out()}
+    operands = range(len(op.few.invars))
+    before = [(shapes, op.varying_in(at)) for at in operands for shapes in [op.in_shapes(at)]]
+    own = {tuple(shape[d] for shape in shapes) for shapes, dims in before for d in dims}
+    return sizes <= own
+
+
+def _place_of_sum(op: Operation, given: Values) -> Place:
+    """Returns what indices become: an index below 0 counts from the end, so JAX adds the number of rows to such a one."""
     if op.name not in ("add", "sub") or len(op.varying_out()) != 1:
-        return False
+        return Place.OTHER
     dim = op.varying_out()[0]
     sizes = tuple(shape[dim] for shape in op.out_shapes())
-    return any(value.number == sizes for value in given)
+    index, number = given if op.name == "sub" else sorted(given, key=lambda v: bool(v.number))
+    if number.number != sizes:
+        return Place.OTHER
+    return _SUMS.get((op.name, index.place), Place.OTHER)
+
+
+_SUMS = {
+    ("sub", Place.INDEX): Place.FROM_END,
+    ("add", Place.FROM_END): Place.INDEX,
+    ("add", Place.INDEX): Place.PAST_END,
+}
 
 
 def _are_copies(makes: _Makes, given: Values) -> bool:

@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 from jaxpar._compat import (
     Literal,
     inlined,
+    is_in_einsum,
     linear_solve,
     opened,
     scan_counts,
@@ -20,11 +21,14 @@ from jaxpar._compat import (
 )
 from jaxpar.row_dependence.collectives import in_doubt_by_devices, own_rows
 from jaxpar.row_dependence.constants import of_constant
+from jaxpar.row_dependence.copies import with_copies
 from jaxpar.row_dependence.elements import (
     chosen,
     elementwise,
     joined,
+    with_conditions,
 )
+from jaxpar.row_dependence.expressions import Expressions
 from jaxpar.row_dependence.gradient import in_doubt_by_gradient
 from jaxpar.row_dependence.mark import is_of_own_rows, is_row_wise
 from jaxpar.row_dependence.operation import Operation
@@ -35,10 +39,13 @@ from jaxpar.row_dependence.rules import (
     RULES,
     TAKE_MIXED,
 )
+from jaxpar.row_dependence.trips import trips_of
 from jaxpar.row_dependence.values import (
+    EVERY_DIM,
     NONE,
     NOT_KNOWN,
     OTHER_PROGRAM,
+    SOME_ALONE,
     ZERO,
     Kind,
     Place,
@@ -48,7 +55,7 @@ from jaxpar.row_dependence.values import (
     of_number,
 )
 
-_MOST_TRIPS = 6  # after which what a loop carries has settled
+_MOST_TRIPS = 6  # after which each value that a loop carries has settled, once those that it is made of have
 
 Results = list[Value]
 Pair = tuple[Any, Any]  # for few and for many rows
@@ -117,15 +124,21 @@ class Reader:
             )
         )
         known |= dict(zip(few.invars, given, strict=True))
+        twins = dict(zip([*few.constvars, *few.invars], [*many.constvars, *many.invars], strict=True))
+        expressions = Expressions(few.eqns)
 
-        def value_of(a: Any, b: Any) -> Value:
-            if not isinstance(a, Literal):
-                return known[a]
-            return of_constant(a.val, b.val) if isinstance(b, Literal) else Value(growth=None)
+        def value_of(a: Any, b: Any, user: Any = None) -> Value:
+            if isinstance(a, Literal):
+                return of_constant(a.val, b.val) if isinstance(b, Literal) else Value(growth=None)
+            value = known[a]
+            if twins[a] is not b and not (user and is_in_einsum(user)):
+                return _of_other_operand(value)
+            is_scalar = value.is_free and a.aval.size == b.aval.size == 1
+            return replace(value, copied=EVERY_DIM) if is_scalar else value
 
         for a, b in zip(few.eqns, many.eqns, strict=True):
-            values = [value_of(*pair) for pair in zip(a.invars, b.invars, strict=True)]
-            op = self._operation(a, b)
+            values = [value_of(*pair, a) for pair in zip(a.invars, b.invars, strict=True)]
+            op = self._operation(a, b, expressions)
             known.update(
                 zip(
                     a.outvars,
@@ -133,9 +146,15 @@ class Reader:
                     strict=True,
                 )
             )
+            twins.update(zip(a.outvars, b.outvars, strict=True))
         return [value_of(*pair) for pair in zip(few.outvars, many.outvars, strict=True)]
 
-    def _operation(self, few: Any, many: Any) -> Operation:
+    def _operation(
+        self,
+        few: Any,
+        many: Any,
+        expressions: Expressions | None = None,
+    ) -> Operation:
         return Operation(
             few,
             many,
@@ -145,6 +164,7 @@ class Reader:
             self.caller,
             self.axis,
             self.num_joined,
+            expressions or Expressions([]),
         )
 
     def _of_other_program(self, few: Any, many: Any, given: Values) -> Results:
@@ -157,6 +177,10 @@ class Reader:
     def _results(self, op: Operation, given: Values) -> Results:
         """Returns the values that an operation returns."""
         outputs = range(op.num_outputs)
+        if not self.axis and (setting := op.other_setting()) and not is_in_einsum(op.few):
+            why = op.told(f"its {setting} depends on the number of rows")
+            made = [op.unknown(given, why, at) for at in outputs]
+            return [replace(v, growth=None) if v.is_free else v for v in made]
         if op.name in SPECIAL:
             return SPECIAL[op.name](self, op, given)
         if is_row_wise(op.few):
@@ -172,11 +196,15 @@ class Reader:
         if op.name in OF_NUMBERS and given and all(v.number for v in given):
             return [_computed(op, given)]
         if op.name in DRAWS and all(v.is_free for v in given):
-            return [
-                Value(place=Place.OTHER if op.varying_out(at) else Place.NONE) for at in outputs
-            ]
+            is_same = all(v.growth == 1 for v in given)
+            drawn = lambda at: Value(
+                growth=1.0 if is_same else None,
+                place=Place.OTHER if op.varying_out(at) else Place.NONE,
+            )
+            return [drawn(at) for at in outputs]
         if any(v.kind is Kind.MIXED for v in given) and op.name not in TAKE_MIXED:
-            return [op.unknown(given, NONE, at) for at in outputs]
+            made = [op.unknown(given, NONE, at) for at in outputs]
+            return with_conditions(op, given, made)
         return self._by_rule(op, given)
 
     def _by_rule(self, op: Operation, given: Values) -> Results:
@@ -186,7 +214,8 @@ class Reader:
         except Exception:  # no rule, or a form of an operation that its rule does not know
             return [op.unknown(given, op.told(NOT_KNOWN), at) for at in outputs]
         made = made if isinstance(made, list) else [made for _ in outputs]
-        return in_doubt_by_devices(op, given, placed(op, given, made))
+        made = with_copies(op, given, placed(op, given, with_conditions(op, given, made)))
+        return in_doubt_by_devices(op, given, made)
 
     # Calls and branches -----------------------------------------------------------------------
 
@@ -236,10 +265,10 @@ class Reader:
         body = opened(few)
         kept = _kept(body, of_body, len(carry))
         carried = list(zip(body.invars[of_body:], kept, strict=True))
-        changed = {id(before) for before, is_kept in carried if not is_kept}
+        trips = trips_of(op, {id(before) for before, is_kept in carried if not is_kept})
         made = []
         for at, (value, (before, is_kept)) in enumerate(zip(carry, carried, strict=True)):
-            is_own = is_kept or _keeps_rows(body, before, body.outvars[at], changed)
+            is_own = is_kept or trips.keep_rows(before, body.outvars[at])
             made.append(value if is_kept else _after_trips(op, goes_on, value, at, is_own=is_own))
         return made
 
@@ -256,7 +285,7 @@ class Reader:
         few, many = op.both("jaxpr")
         run = lambda carry: body.read(few, many, [*constants, *carry, *entered])
         if is_over_rows:
-            carry, made = self._added_up(op, run, start, _kept(opened(few), first, count))
+            carry, made = self._added_up(op, run, start, entered, _kept(opened(few), first, count))
         else:
             carry, made = self._settled(op, run, start)
         kept = _kept(opened(few), first, count)
@@ -279,22 +308,28 @@ class Reader:
     ) -> tuple[Results, Results]:
         """Returns what a loop carries after any number of trips, and what its body then returns."""
         carry, made = list(start), body(start)
-        for _ in range(_MOST_TRIPS):
+        for _ in range(_MOST_TRIPS + len(carry)):
             pairs = enumerate(zip(carry, made, strict=False))
             following = [a if a == b else joined(op, [a, b], at) for at, (a, b) in pairs]
             if following == carry:
-                break
+                return carry, made
             carry, made = following, body(following)
-        return carry, made
+        why = op.told("each trip of a loop makes other values of it")
+        carry = [op.unknown([value], value.why or why, at) for at, value in enumerate(carry)]
+        return carry, body(carry)
 
     def _added_up(
         self,
         op: Operation,
         body: Callable[[Values], Results],
         start: Values,
+        entered: Values,
         kept: Sequence[bool],
     ) -> tuple[Results, Results]:
         """Returns the same of a loop over rows: it may add up what each gives, if it reads nothing of the sum."""
+        if any(v.span and v.span.part for v in entered):
+            why = op.told(SOME_ALONE)
+            return [op.unknown([v], why, at) for at, v in enumerate(start)], body(start)
         terms = body([v if k else ZERO for v, k in zip(start, kept, strict=True)])
         running = [Value(Kind.SUM, term.growth, is_running=True) for term in terms]
         made = body([v if k else r for v, k, r in zip(start, kept, running, strict=False)])
@@ -341,6 +376,14 @@ class _Whole:
         return self.jaxpr.outvars
 
 
+def _of_other_operand(value: Value) -> Value:
+    """Returns the value of an operand in whose place there is another one for more rows."""
+    why = value.why or Reason(OTHER_PROGRAM)
+    if value.is_free:
+        return replace(value, growth=None, number=None, why=why)
+    return replace(value, why=why)
+
+
 def _are_alike(few: Any, many: Any) -> bool:
     """Whether two jaxprs have the same operations."""
     names = [[equation.primitive for equation in jaxpr.eqns] for jaxpr in (few, many)]
@@ -372,38 +415,6 @@ def _kept(body: Any, first: int, count: int) -> list[bool]:
     return [a is b for a, b in zip(carried, body.outvars, strict=False)]
 
 
-def _keeps_rows(body: Any, before: Any, after: Any, changed: set[int]) -> bool:
-    """Whether the body of a loop chooses, for each row, between what it makes of a value and the value itself.
-
-    Under vmap a loop makes as many trips as any row needs, and each row keeps what its own made. The choice then follows what
-    trips have made: a mask that no trip changes, such as that of padding, ends no row's trips.
-
-    Args:
-        body: The jaxpr of a trip.
-        before: The variable of the value before the trip.
-        after: That of the value after it.
-        changed: The ids of the variables that trips change.
-    """
-    for each in body.eqns:
-        if any(id(x) in changed for x in each.invars):
-            changed = changed | set(map(id, each.outvars))
-    equation = next((each for each in body.eqns if after in each.outvars), None)
-    if equation is None:
-        return False
-    if equation.primitive.name == "select_n":
-        choice, *cases = equation.invars
-        follows = choice.aval.ndim > 0 and id(choice) in changed
-        return follows and any(case is before for case in cases)
-    given = [at for at, each in enumerate(equation.invars) if each is before]
-    if (inner := inlined(equation)) is None or not given:
-        return False
-    inside = opened(inner)
-    to = equation.outvars.index(after)
-    pairs = zip(equation.invars, inside.invars, strict=True)
-    own = {id(inner) for outer, inner in pairs if id(outer) in changed}
-    return _keeps_rows(inside, inside.invars[given[0]], inside.outvars[to], own)
-
-
 def _after_trips(op: Operation, goes_on: Value, value: Value, at: int, *, is_own: bool) -> Value:
     """Returns a value after trips whose number depends on the rows; ``is_own``: on a row alone, for what is of that row."""
     if goes_on.kind is Kind.ROWS:
@@ -416,7 +427,8 @@ def _after_trips(op: Operation, goes_on: Value, value: Value, at: int, *, is_own
 
 def _of_varying_trips(op: Operation, before: Value, after: Value, at: int) -> Value:
     why = op.told("the number of trips depends on the number of rows")
-    return op.unknown([before, after], why, at)
+    made = op.unknown([before, after], why, at)
+    return replace(made, growth=None) if made.is_free and not made.place else made
 
 
 def _counted(value: Value) -> Value:
@@ -453,4 +465,6 @@ def _computed(op: Operation, given: Values) -> Value:
     exponent = [op.params["y"]] if op.name == "integer_pow" else []
     with np.errstate(all="ignore"):
         few, many = (OF_NUMBERS[op.name](*each, *exponent) for each in numbers)
+        if op.name == "div" and not op.is_float():
+            few, many = np.trunc(few), np.trunc(many)
     return of_number(few, many)

@@ -83,6 +83,14 @@ _RULES: dict[str, Rule] = {
 }
 RULES = {name: rule for names, rule in _RULES.items() for name in names.split()}
 
+# Whose results are functions of the elements at the same place.
+_OF_PLACES = (elements.drawn, elements.believed, elements.last)
+OF_ELEMENTS = frozenset(
+    name
+    for name, rule in RULES.items()
+    if rule.__module__ == elements.__name__ and rule not in _OF_PLACES
+)
+
 # What draws random numbers of keys that do not depend on rows.
 DRAWS = frozenset(
     [

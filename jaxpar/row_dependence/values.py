@@ -22,6 +22,8 @@ MOVED_APART = "it moves rows apart"
 ORDERED = "it orders or adds up rows"
 PUT_IN_ORDER = "it puts rows in another order"
 SOME_OTHERWISE = "some rows are treated otherwise than others, by their places"
+SOME_ALONE = "a sum over some rows"
+WEIGHT_BY_PLACE = "each row has a weight by its place"
 REORDERED = {TAKEN, MOVED, MOVED_APART, ORDERED, PUT_IN_ORDER, SOME_OTHERWISE}
 
 
@@ -66,7 +68,13 @@ class Place(IntEnum):
 
     NONE = 0
     INDEX = 1  # it is the index of each row: 0, 1, 2, ...
-    OTHER = 2  # it is another function of the indices
+    FROM_END = 2  # it is the index less the number of rows, by which JAX counts from the end
+    PAST_END = 3  # it is the index plus their number, which JAX takes where an index is below 0
+    OTHER = 4  # it is another function of the indices
+
+
+# The dims along which a number is copied: all that it may get.
+EVERY_DIM = frozenset(range(64))
 
 
 class Span(NamedTuple):
@@ -134,9 +142,11 @@ class Value:
         span: Where it has rows.
         number: The number that all its elements are, for few and for many rows; None: not known, or several.
         place: Whether it depends on the places of rows.
+        copied: Of a value that does not depend on rows, the dims along which it is known to be one element, copied.
         is_bound: Whether it is a maximum over rows, made of nothing else that mixes them. Without its gradient it is taken for
             a constant that cancels, as in a softmax.
         is_running: Whether it is the sum so far, in a loop over rows.
+        is_of_any: Whether it says that a condition holds for some row, or which elements are NaN or infinite.
         root_of: The sum over rows of which it is the square root.
         assumed: What is taken to be right, such as that a maximum cancels.
         why: The operation that mixed rows, or that is in doubt.
@@ -147,8 +157,10 @@ class Value:
     span: Span | None = None
     number: tuple[float, float] | None = None
     place: Place = Place.NONE
+    copied: frozenset[int] = frozenset()
     is_bound: bool = False
     is_running: bool = False
+    is_of_any: bool = False
     root_of: "Value | None" = None
     assumed: Reason = NONE
     why: Reason = NONE
@@ -158,6 +170,11 @@ class Value:
         """Where it has rows, of a value that has them."""
         assert self.span is not None, "it has rows"
         return self.span
+
+    @property
+    def copies(self) -> frozenset[int]:
+        """The dims along which it is known to be one element, copied."""
+        return self.copied if self.number is None else EVERY_DIM
 
     @property
     def is_zero(self) -> bool:
@@ -193,7 +210,7 @@ def same_growth(a: float | None, b: float | None) -> bool:
     """Returns whether two factors are known to be the same, but for rounding, or are both unknown."""
     if a is None or b is None:
         return a is b
-    return math.isclose(a, b, rel_tol=1e-4)
+    return math.isclose(a, b, rel_tol=1e-6)
 
 
 def product_of_growths(a: float | None, b: float | None, power: int = 1) -> float | None:

@@ -1,0 +1,82 @@
+"""Along which dims a value that depends on no row is one element, copied.
+
+    jnp.broadcast_to(bias, (2, n, 3))      [2, n, 3] of [3]: copied along 0 and 1
+    jnp.broadcast_to(sign, (2, n))         [2, n] of [2, 1]: copied along 1, and another element in each half of the rows
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from jaxpar.row_dependence.operation import Operation, groups_of
+from jaxpar.row_dependence.rules import OF_ELEMENTS
+from jaxpar.row_dependence.values import Value, Values
+
+Dims = frozenset[int]
+
+
+def with_copies(op: Operation, given: Values, made: Sequence[Value]) -> list[Value]:
+    """Returns the results of an operation; those that depend on no row say along which dims they are copies."""
+    find = _elements if op.name in OF_ELEMENTS else _BY_NAME.get(op.name)
+    if find is None or not all(value.is_free for value in given):
+        return list(made)
+    copied = find(op, given)
+    return [replace(value, copied=copied) if value.is_free else value for value in made]
+
+
+def _elements(op: Operation, given: Values) -> Dims:
+    return frozenset.intersection(*(value.copies for value in given)) if given else frozenset()
+
+
+def _of_broadcast(op: Operation, given: Values) -> Dims:
+    to = op.params["broadcast_dimensions"]
+    few, many = op.in_shapes()
+    kept = {
+        new
+        for old, new in enumerate(to)
+        if old not in given[0].copies and (few[old], many[old]) != (1, 1)
+    }
+    return frozenset(range(len(op.out_shapes()[0]))) - kept
+
+
+def _of_transpose(op: Operation, given: Values) -> Dims:
+    order = op.params["permutation"]
+    return frozenset(new for new, old in enumerate(order) if old in given[0].copies)
+
+
+def _of_reduction(op: Operation, given: Values) -> Dims:
+    left = [dim for dim in range(op.ndim_in(0)) if dim not in op.params["axes"]]
+    return frozenset(new for new, old in enumerate(left) if old in given[0].copies)
+
+
+def _of_reshape(op: Operation, given: Values) -> Dims:
+    groups = groups_of(op)
+    copies = given[0].copies
+    return frozenset(
+        dim for before, after in groups or () if copies.issuperset(before) for dim in after
+    )
+
+
+def _of_join(op: Operation, given: Values) -> Dims:
+    return _elements(op, given) - {op.params["dimension"]}
+
+
+def _of_slice(op: Operation, given: Values) -> Dims:
+    return given[0].copies
+
+
+def _of_indices(op: Operation, given: Values) -> Dims:
+    return frozenset(range(len(op.out_shapes()[0]))) - {op.params["dimension"]}
+
+
+_BY_NAME: dict[str, Callable[[Operation, Values], Dims]] = {
+    "broadcast_in_dim": _of_broadcast,
+    "transpose": _of_transpose,
+    "reduce_sum": _of_reduction,
+    "reduce_max": _of_reduction,
+    "reduce_min": _of_reduction,
+    "reshape": _of_reshape,
+    "squeeze": _of_reshape,
+    "concatenate": _of_join,
+    "slice": _of_slice,
+    "iota": _of_indices,
+}

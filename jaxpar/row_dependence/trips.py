@@ -1,0 +1,158 @@
+"""Loops that end once no row goes on: each row keeps what its own trips made, if what goes on also chooses what is changed.
+
+    while any(is_large(h)):                                    goes on while some row is large
+        h = jnp.where(is_large(h)[:, None], h / 2, h)          and a row that is not is left as it is
+
+A choice by anything else, such as the number of trips or another bound, lets trips change a row that other rows make.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxpar._compat import Literal, inlined, opened
+from jaxpar.row_dependence.expressions import Expressions
+from jaxpar.row_dependence.operation import Operation
+
+_SHAPES = ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy")
+Choice = tuple[int, bool]  # the number of an expression, and whether it is true where a row goes on
+
+
+@dataclass(frozen=True)
+class Trips:
+    """The body of such a loop.
+
+    Attributes:
+        body: Its jaxpr.
+        expressions: Those of the body.
+        going_on: What is true of a row of which the loop goes on.
+        changed: The ids of the variables that trips change.
+    """
+
+    body: Any
+    expressions: Expressions
+    going_on: frozenset[Choice]
+    changed: frozenset[int]
+
+    def keep_rows(self, before: Any, after: Any) -> bool:
+        """Whether each row of a value is changed by trips of its own alone.
+
+        Args:
+            before: The variable of the value before a trip.
+            after: That of the value after it.
+        """
+        equation = self.expressions.maker(after)
+        if equation is None:
+            return False
+        if equation.primitive.name == "select_n":
+            return self._chooses(equation, before)
+        given = [at for at, each in enumerate(equation.invars) if each is before]
+        if (inner := inlined(equation)) is None or not given:
+            return False
+        inside, own = self._within(equation, opened(inner))
+        to = equation.outvars.index(after)
+        return inside.keep_rows(own.invars[given[0]], own.outvars[to])
+
+    def _chooses(self, equation: Any, before: Any) -> bool:
+        """Whether a choice between two cases takes the value as it was, for rows that are done."""
+        choice, *cases = equation.invars
+        is_of_rows = choice.aval.ndim > 0 and id(choice) in self.changed and len(cases) == 2
+        if not is_of_rows:
+            return False
+        kept = [at for at, case in enumerate(cases) if case is before]
+        return any(
+            self.going_on & _all_of(self.expressions, choice, is_true=at == 0) for at in kept
+        )
+
+    def _within(self, equation: Any, inner: Any) -> tuple["Trips", Any]:
+        pairs = list(zip(equation.invars, inner.invars, strict=True))
+        number = lambda of: self.expressions.number(_of_any_shape(self.expressions, of))
+        leaves = {id(own): number(of) for of, own in pairs}
+        changed = {id(own) for of, own in pairs if id(of) in self.changed}
+        inside = replace(
+            self,
+            body=inner,
+            expressions=self.expressions.of(inner.eqns, leaves),
+            changed=_following(inner, changed),
+        )
+        return inside, inner
+
+
+def trips_of(op: Operation, changed: set[int]) -> Trips:
+    """Returns the body of a loop.
+
+    Args:
+        op: The loop, a ``while``.
+        changed: The ids of what the body is given that trips change.
+    """
+    of_condition, of_body = op.params["cond_nconsts"], op.params["body_nconsts"]
+    condition, body = opened(op.params["cond_jaxpr"]), opened(op.params["body_jaxpr"])
+    of_both = op.few.invars
+    outside = lambda of: ("literal", str(of.val)) if isinstance(of, Literal) else id(of)
+    carried = [("carried", at) for at in range(len(body.outvars))]
+    constants = list(map(outside, of_both[:of_condition]))
+    constants_of_body = list(map(outside, of_both[of_condition : of_condition + of_body]))
+    expressions = Expressions(body.eqns, _leaves(body, [*constants_of_body, *carried]))
+    asked = expressions.of(condition.eqns, _leaves(condition, [*constants, *carried]))
+    going_on = _of_some_row(asked, condition.outvars[0], is_true=True)
+    return Trips(body, expressions, going_on, _following(body, changed))
+
+
+def _leaves(jaxpr: Any, names: list[Hashable]) -> dict[int, Hashable]:
+    return {id(variable): name for variable, name in zip(jaxpr.invars, names, strict=True)}
+
+
+def _following(body: Any, changed: set[int]) -> frozenset[int]:
+    """Returns the ids of all that is made of what changes."""
+    for each in body.eqns:
+        if any(id(x) in changed for x in each.invars):
+            changed = changed | set(map(id, each.outvars))
+    return frozenset(changed)
+
+
+def _of_any_shape(expressions: Expressions, of: Any) -> Any:
+    """Returns what a variable is made of by operations that only change its shape."""
+    equation = expressions.maker(of)
+    while equation is not None and equation.primitive.name in _SHAPES:
+        of = equation.invars[0]
+        equation = expressions.maker(of)
+    return of
+
+
+def _of_some_row(expressions: Expressions, of: Any, *, is_true: bool) -> frozenset[Choice]:
+    """Returns what is true of some row where a condition is: ``any(a)``, ``not all(b)``, or one of these and others."""
+    of = _of_any_shape(expressions, of)
+    equation = expressions.maker(of)
+    if equation is None:
+        return frozenset()
+    name, operands = equation.primitive.name, equation.invars
+    if name == "not":
+        return _of_some_row(expressions, operands[0], is_true=not is_true)
+    if name == ("and" if is_true else "or"):
+        return frozenset().union(
+            *(_of_some_row(expressions, each, is_true=is_true) for each in operands)
+        )
+    if name == ("reduce_or" if is_true else "reduce_and"):
+        return _all_of(expressions, operands[0], is_true=is_true, parts=False)
+    return frozenset()
+
+
+def _all_of(
+    expressions: Expressions,
+    of: Any,
+    *,
+    is_true: bool,
+    parts: bool = True,
+) -> frozenset[Choice]:
+    """Returns what must be true where a choice is, or false where it is not; ``parts``: each of several too."""
+    of = _of_any_shape(expressions, of)
+    equation = expressions.maker(of)
+    found = frozenset([(expressions.number(of), is_true)])
+    if equation is None:
+        return found
+    name, operands = equation.primitive.name, equation.invars
+    if name == "not":
+        return found | _all_of(expressions, operands[0], is_true=not is_true, parts=parts)
+    if parts and name == ("and" if is_true else "or"):
+        return found.union(*(_all_of(expressions, each, is_true=is_true) for each in operands))
+    return found
