@@ -111,6 +111,29 @@ ROWS = {
         h, lambda r, big: jnp.where(big[:, None, None], r / 2, r)
     ),
     "an interpolation": lambda p, h, y, t: jnp.interp(h, jnp.linspace(-1, 1, 6), jnp.sort(p)),
+    "halves that are computed alike": lambda p, h, y, t: jnp.concatenate(
+        [jnp.tanh(half @ p)[..., None] * half for half in (h[: len(h) // 2], h[len(h) // 2 :])]
+    ),
+    "ones and zeros beside two views": lambda p, h, y, t: (
+        jnp.concatenate([h, jnp.sin(h)])
+        * jnp.concatenate([jnp.ones(len(h)), jnp.zeros(len(h))])[:, None, None]
+    ),
+    "a table in each row": lambda p, h, y, t: h.reshape(-1, 6) * jnp.tile(p[:5], len(h))[:, None],
+    "views that are counted": lambda p, h, y, t: (
+        jnp.concatenate([h, 2 * h]) * jnp.repeat(jnp.array([1.0, 2.0]), len(h))[:, None, None]
+    ),
+    "a bias in halves": lambda p, h, y, t: (h.reshape(2, -1, 5, 6) + p[None, None, None]).reshape(
+        h.shape
+    ),
+    "a loop that some rows leave, or all after some trips": lambda p, h, y, t: jax.lax.while_loop(
+        lambda c: jnp.any(~c[1]) & (c[0] < 9),
+        lambda c: (
+            c[0] + 1,
+            c[1] | (c[2][:, 0, 0] < 0.1),
+            jnp.where(c[1][:, None, None], c[2], c[2] / 2),
+        ),
+        (0, y > 1, h),
+    )[2],
     "kept from 0": lambda p, h, y, t: (
         h / jnp.maximum(jnp.linalg.norm(h, axis=-1, keepdims=True), 1e-6)
     ),
@@ -526,6 +549,122 @@ def test_a_doubt_about_a_param_goes_through_branches_and_loops():
     for name, way in ways.items():
         (found,) = read(lambda p, h, y, t, way=way: h * way(p)[None, None])
         assert "its own derivative mixes rows" in found.why.what, name
+
+
+def delayed(h):
+    """A value that a loop hands on ten times before it is read, made of the mean of all rows."""
+    centred = h - h.mean(0, keepdims=True)
+    trip = lambda c, _: ((centred, *c[:-1]), None)
+    return jax.lax.scan(trip, (0 * h,) * 10, None, length=12)[0][-1]
+
+
+def until_small(h, choice):
+    """Rows that trips change while some row is large, each by another choice than that."""
+    goes_on = lambda c: jnp.any(jnp.abs(c[1]).max((1, 2)) > 0.1)
+    trip = lambda c: (c[0] + 1, jnp.where(choice(c)[:, None, None], c[1] * 0.7, c[1]))
+    return jax.lax.while_loop(goes_on, trip, (0, h))[1]
+
+
+def each_of(h):
+    return jnp.sum(h, (1, 2))
+
+
+OF_OTHER_ROWS = {
+    "labels by halves": lambda p, h, y, t: (
+        y - jnp.concatenate([jnp.ones(len(h) // 2), jnp.zeros(len(h) // 2)])
+    ),
+    "signs of halves": lambda p, h, y, t: y * jnp.repeat(jnp.array([1.0, -1.0]), len(h) // 2),
+    "a table by place": lambda p, h, y, t: y * jnp.tile(p[:3], len(h))[: len(h)],
+    "a stack by place": lambda p, h, y, t: (
+        y * jnp.stack([jnp.zeros(len(h) // 2), jnp.ones(len(h) // 2)]).ravel()
+    ),
+    "means of halves": lambda p, h, y, t: y.reshape(2, -1).mean(1) @ p[:2],
+    "halves with signs": lambda p, h, y, t: y.reshape(2, -1) * p[:2, None],
+    "params of halves": lambda p, h, y, t: jnp.einsum(
+        "gbi,gij->gbj", h[:, 0].reshape(2, -1, 6), jnp.outer(p, p).reshape(2, 6, 3)
+    ),
+    "a half that is doubled": lambda p, h, y, t: jnp.concatenate(
+        [2 * h[: len(h) // 2], h[len(h) // 2 :]]
+    ),
+    "neighbours that are multiplied": lambda p, h, y, t: jnp.vdot(h[1:], h[:-1]),
+    "halves that are multiplied": lambda p, h, y, t: jnp.vdot(h[: len(h) // 2], h[len(h) // 2 :]),
+    "one row in a product": lambda p, h, y, t: h[0, 0] @ p,
+    "classes of some": lambda p, h, y, t: (
+        jnp.zeros(9).at[t[: len(h) // 2, 0]].add(y[: len(h) // 2])
+    ),
+    "a loop over some": lambda p, h, y, t: jax.lax.scan(
+        lambda c, x: (c + x, None), 0.0, y[: len(h) // 2]
+    )[0],
+    "all pairs of a row": lambda p, h, y, t: jnp.sum(jnp.ones(len(h))[None] * y[:, None]),
+    "a product over all pairs": lambda p, h, y, t: (
+        (y[:, None] * jnp.ones(len(h))[None]) @ jnp.ones(len(h))
+    ),
+    "columns that other rows choose": lambda p, h, y, t: h[:, 0].at[:, t[:, 0]].multiply(2.0),
+    "columns that other rows write": lambda p, h, y, t: (
+        jnp.zeros((len(h), 6)).at[:, t[:, 0]].set(y)
+    ),
+    "rows dealt out": lambda p, h, y, t: h[jnp.arange(len(h)).reshape(2, -1).T.ravel()],
+    "each row twice": lambda p, h, y, t: h[jnp.repeat(jnp.arange(len(h) // 2), 2)],
+    "the last row first": lambda p, h, y, t: h[len(h) - jnp.arange(len(h))],
+    "indices past the end": lambda p, h, y, t: h[jnp.arange(len(h)) + len(h)],
+    "integers of some places": lambda p, h, y, t: jnp.sum(
+        jnp.where(jnp.arange(len(h)) < 3, t[:, 0], 0)
+    ),
+    "sums of halves": lambda p, h, y, t: (
+        jax.ops.segment_sum(y, jnp.arange(len(h)) // (len(h) // 2), 2) @ p[:2]
+    ),
+    "the last index": lambda p, h, y, t: y / jnp.arange(1.0, len(h) + 1)[-1],
+    "the largest index": lambda p, h, y, t: y * jnp.max(jnp.arange(len(h))),
+    "a count": lambda p, h, y, t: y * jnp.cumsum(jnp.ones(len(h)))[-1],
+    "a product of numbers": lambda p, h, y, t: y * jnp.prod(jnp.full(len(h), p[0])),
+    "a part of a table": lambda p, h, y, t: y * table_of(p)[: len(h)].max(),
+    "as many trips of a number": lambda p, h, y, t: (
+        y * jax.lax.fori_loop(0, len(h), lambda i, c: c * 0.9, 1.0)
+    ),
+    "a draw by their number": lambda p, h, y, t: y * jax.random.normal(jax.random.key(len(h))),
+    "a large table by their number": lambda p, h, y, t: (
+        h @ jnp.asarray(np.full((6, 1000), 1 / len(h)))
+    ),
+    "a quotient of counts": lambda p, h, y, t: jnp.sum(y) / jax.lax.div(len(h), 3),
+    "a power": lambda p, h, y, t: y ** len(h),
+    "an element by their number": lambda p, h, y, t: h[:, 0, len(h) // 4],
+    "an element of a table": lambda p, h, y, t: y * p[len(h) // 4],
+    "another param": lambda p, h, y, t: y * (p[0] if len(h) > FEW else p[1]),
+    "a delay": lambda p, h, y, t: delayed(h),
+    "rows in columns": lambda p, h, y, t: h[:, 0].reshape(6, len(h)).sum(1) ** 2,
+    "every third of views": lambda p, h, y, t: jnp.concatenate([y, 2 * y])[::3],
+    "trips by another bound": lambda p, h, y, t: until_small(
+        h, lambda c: jnp.abs(c[1]).max((1, 2)) > 0.01
+    ),
+    "trips by their number": lambda p, h, y, t: until_small(
+        h, lambda c: (c[0] < 5) & (each_of(c[1]) > -9)
+    ),
+    "NaN by a mean": lambda p, h, y, t: jnp.nansum(jnp.where(h.mean(0) > 0, h, jnp.nan) ** 2),
+    "windows of rows": lambda p, h, y, t: jax.vmap(
+        lambda at: jax.lax.dynamic_slice_in_dim(h, at, 2)
+    )(jnp.array([0, 1])),
+    "every other row of windows": lambda p, h, y, t: jax.lax.reduce_window(
+        h, -jnp.inf, jax.lax.max, (1, 1, 2), (2, 1, 2), "VALID"
+    ),
+    "one less than their elements": lambda p, h, y, t: jnp.sum(h) / (h.size * 100 - 1),
+    "whether there are some": lambda p, h, y, t: jnp.sum(t).astype(bool),
+    "a sum of integers that is cut": lambda p, h, y, t: jax.lax.div(jnp.sum(t), 4),
+}
+OWN_GROWTH = (
+    "one less than their elements",
+    "a quotient of counts",
+    "all pairs of a row",
+)
+
+
+@pytest.mark.parametrize("name", OF_OTHER_ROWS)
+def test_what_other_rows_or_their_number_change_is_refused_or_a_doubt(name):
+    (found,) = read(OF_OTHER_ROWS[name])
+    is_known = found.kind is not Kind.MIXED and not found.why and found.growth is not None
+    if name in OWN_GROWTH:  # neither a sum nor a mean
+        assert found.growth not in (pytest.approx(1, rel=1e-6), pytest.approx(1 / RATIO, rel=1e-6))
+    else:
+        assert not is_known or (found.kind is Kind.ROWS and found.growth != 1), found
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Along which dims a value that depends on no row is one element, copied.
 
-    jnp.broadcast_to(bias, (2, n, 3))      [2, n, 3] of [3]: copied along 0 and 1
-    jnp.broadcast_to(sign, (2, n))         [2, n] of [2, 1]: copied along 1, and another element in each half of the rows
+jnp.broadcast_to(bias, (2, n, 3))      [2, n, 3] of [3]: copied along 0 and 1
+jnp.broadcast_to(sign, (2, n))         [2, n] of [2, 1]: copied along 1, and another element in each half of the rows
 """
 
 from collections.abc import Callable, Sequence

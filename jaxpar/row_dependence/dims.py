@@ -174,8 +174,7 @@ def reshaped(op: Operation, given: Values) -> Value:
     within = span._replace(first=0, outer=1) if is_in_loop else span
     made = _span_of_reshaped(within, old, new)
     few = _span_of_reshaped(within, op.in_shapes()[0], op.out_shapes()[0])
-    is_alike = made is None or few is None or made == few or op.axis
-    if made is None or not is_alike or _crosses_repeats(op, within, made):
+    if made is None or _is_other(few, made) or _crosses_repeats(op, within, made):
         return op.mixed(given, "it reads some rows of all")
     if op.parts_groups(_in_group(made, op.out_shapes()[0])):
         of = "a sequence" if op.axis else "a batch"
@@ -207,6 +206,11 @@ def _reshaped_copies(op: Operation, value: Value) -> Value:
     if len(dims) > 1 or made is None:
         return replace(value, place=Place.OTHER)
     return op.rows_at([value], made, value.growth)
+
+
+def _is_other(few: Span | None, many: Span) -> bool:
+    """Whether rows of few are others than those of many: ``h.reshape(6, len(h))`` of [rows, 6] takes them apart."""
+    return few is not None and (few.outer, few.inner) != (many.outer, many.inner)
 
 
 def _crosses_repeats(op: Operation, span: Span, made: Span) -> bool:

@@ -122,7 +122,7 @@ def _product_of_rows(op: Operation, given: Values, growth: float | None) -> Valu
         are_pairs = len(set(summed)) == 1 and not moved and not num_torn
         return _sum_of_products(op, given, growth, are_pairs=are_pairs)
     if num_torn:
-        return op.unknown(given, op.told(TORN))
+        return op.unknown(given, first_why(given) or op.told(TORN))
     if len(moved) > 1:
         return op.mixed(given, "it multiplies rows by other rows")
     made = op.rows_at(given, moved.pop(), growth)

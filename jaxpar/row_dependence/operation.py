@@ -33,7 +33,7 @@ _SIZES = frozenset(
     (
         *("shape", "new_sizes", "sizes", "reps", "length", "unroll", "name", "slice_sizes"),
         *("start_indices", "limit_indices", "padding", "padding_config", "window_dimensions"),
-        *("lhs_shape", "rhs_shape", "fft_lengths", "out_shape", "shape_invariant", "k"),
+        *("lhs_shape", "rhs_shape", "fft_lengths", "axis_size", "k"),
     )
 )
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "all_to_all")
@@ -137,13 +137,18 @@ class Operation:
         others = (name for name in few if name not in _SIZES and name in many)
         plain = (n for n in others if _is_plain(few[n]) and _is_plain(many[n]))
         name = next((n for n in plain if str(few[n]) != str(many[n])), "")
-        if not name and self.name == "slice":
-            kept = set(range(self.ndim_in(0))) - set(self.varying_in())
-            bounds = ("start_indices", "limit_indices")
-            differing = (b for b in bounds for d in kept if len(set(self.params_of(b, d))) > 1)
-            is_of_rows = self.varying_out() and len(kept) < self.ndim_in(0)
-            name = next(differing, "") if is_of_rows else ""
+        if not name and not self.axis and self.name == "slice":
+            name = self._other_bound()
         return name
+
+    def _other_bound(self) -> str:
+        """Returns whether a slice starts or stops elsewhere for more rows, but for one of as many entries as rows."""
+        of_rows = set(self.varying_in())
+        longer = set() if of_rows else set(self.varying_out())
+        kept = set(range(self.ndim_in(0))) - of_rows - longer
+        bounds = ("start_indices", "limit_indices")
+        differing = (b for b in bounds for d in kept if len(set(self.params_of(b, d))) > 1)
+        return next(differing, "")
 
     def leading_dims(self, span: Span, at: int = 0) -> frozenset[int]:
         """Returns the dims of rows by which a result has parts of its rows: ``[2, rows / 2]`` has two halves along dim 0."""
@@ -284,8 +289,7 @@ class Operation:
         shape, _ = self.out_shapes(at)
         guessed = span_of_shape(shape, dims, self.rows)
         known = [span for span in spans if set(dims) <= set(span.dims)]
-        of_that_size = [span for span in known if _has_size(span, shape, self.rows)]
-        return of_that_size[0] if of_that_size else guessed
+        return next((span for span in known if _is_repeated(span, shape, self.rows)), guessed)
 
     # Sums -------------------------------------------------------------------------------------
 
@@ -309,16 +313,16 @@ def _is_plain(setting: Any) -> bool:
     return isinstance(setting, bool | int | float | str | np.dtype)
 
 
-def _has_size(span: Span, shape: Shape, rows: int) -> bool:
-    """Whether the dims of a span have as many elements as it says, or some of them where it has a part."""
+def _is_repeated(span: Span, shape: Shape, rows: int) -> bool:
+    """Whether an array has the rows of a span as often as it says."""
     size = math.prod(shape[d] for d in span.dims if 0 <= d < len(shape))
-    return bool(span.part) or span.in_loop or size == span.outer * rows * span.inner
+    return span.outer == 1 or size == span.outer * rows * span.inner
 
 
 def groups_of(op: Operation) -> list[tuple[list[int], list[int]]] | None:
     """Returns which neighbouring dims a reshape makes of which; None: others for few rows than for many.
 
-        [2, 6, 5] -> [12, 5]    ([0, 1], [0]), ([2], [1])
+    [2, 6, 5] -> [12, 5]    ([0, 1], [0]), ([2], [1])
     """
     pairs = zip(op.in_shapes(), op.out_shapes(), strict=True)
     few, many = (_grouped(old, new) for old, new in pairs)

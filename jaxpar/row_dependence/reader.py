@@ -55,7 +55,9 @@ from jaxpar.row_dependence.values import (
     of_number,
 )
 
-_MOST_TRIPS = 6  # after which each value that a loop carries has settled, once those that it is made of have
+_MOST_TRIPS = (
+    6  # after which each value that a loop carries has settled, once those that it is made of have
+)
 
 Results = list[Value]
 Pair = tuple[Any, Any]  # for few and for many rows
@@ -124,7 +126,9 @@ class Reader:
             )
         )
         known |= dict(zip(few.invars, given, strict=True))
-        twins = dict(zip([*few.constvars, *few.invars], [*many.constvars, *many.invars], strict=True))
+        twins = dict(
+            zip([*few.constvars, *few.invars], [*many.constvars, *many.invars], strict=True)
+        )
         expressions = Expressions(few.eqns)
 
         def value_of(a: Any, b: Any, user: Any = None) -> Value:
@@ -177,7 +181,7 @@ class Reader:
     def _results(self, op: Operation, given: Values) -> Results:
         """Returns the values that an operation returns."""
         outputs = range(op.num_outputs)
-        if not self.axis and (setting := op.other_setting()) and not is_in_einsum(op.few):
+        if (setting := op.other_setting()) and not is_in_einsum(op.few):
             why = op.told(f"its {setting} depends on the number of rows")
             made = [op.unknown(given, why, at) for at in outputs]
             return [replace(v, growth=None) if v.is_free else v for v in made]
@@ -329,7 +333,8 @@ class Reader:
         """Returns the same of a loop over rows: it may add up what each gives, if it reads nothing of the sum."""
         if any(v.span and v.span.part for v in entered):
             why = op.told(SOME_ALONE)
-            return [op.unknown([v], why, at) for at, v in enumerate(start)], body(start)
+            unknown = lambda at, v: op.unknown([v, *entered], why, at)
+            return [unknown(at, v) for at, v in enumerate(start)], body(start)
         terms = body([v if k else ZERO for v, k in zip(start, kept, strict=True)])
         running = [Value(Kind.SUM, term.growth, is_running=True) for term in terms]
         made = body([v if k else r for v, k, r in zip(start, kept, running, strict=False)])
