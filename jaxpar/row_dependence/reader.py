@@ -52,6 +52,7 @@ from jaxpar.row_dependence.values import (
     Reason,
     Value,
     Values,
+    first_why,
     of_number,
 )
 
@@ -216,7 +217,8 @@ class Reader:
         try:
             made = RULES[op.name](op, given)
         except Exception:  # no rule, or a form of an operation that its rule does not know
-            return [op.unknown(given, op.told(NOT_KNOWN), at) for at in outputs]
+            why = first_why(given) or op.told(NOT_KNOWN)
+            return [op.unknown(given, why, at) for at in outputs]
         made = made if isinstance(made, list) else [made for _ in outputs]
         made = with_copies(op, given, placed(op, given, with_conditions(op, given, made)))
         return in_doubt_by_devices(op, given, made)
