@@ -313,8 +313,8 @@ import jax, jax.numpy as jnp, optax
 from jaxpar.run import BasicFlags, Run
 
 how, folder = sys.argv[1:]
-if how == "before" and jax.process_index() == 1:
-    sys.exit(0)
+if how.startswith("before") and jax.process_index() == 1:
+    sys.exit(65 if how == "before with a code" else 0)
 mesh = jaxpar.make_mesh(data=2)
 parallel = jaxpar.Parallel(mesh, jaxpar.shardings_from_paths({"w": jnp.ones(4)}, mesh, {"**": jaxpar.replicated()}))
 loss = lambda out, batch: jaxpar.losses.squared_error(out, batch["y"])
@@ -356,6 +356,54 @@ def test_of_two_real_processes_the_one_that_ends_early_is_named_by_the_launcher(
         else "got process 1 of 2 after step 3 of 1000000, and"
     )
     assert said in err, "in its log, which the launcher shows"
+
+
+@pytest.mark.full
+def test_of_two_real_processes_one_that_exits_before_the_loop_keeps_its_code(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(ONE_LEAVES)
+    launch = ("-m", "jaxpar", "launch", "-n", 2, "--log-dir", tmp_path / "logs")
+    code, out, err = run(*launch, script, "before with a code", tmp_path / "run")
+    assert code == 65, out + err
+    assert "launch: process 1 of 2 ended first (exit code 65" in err, out + err
+    assert "process 1 of 2 has ended with exit code 65" in (tmp_path / "logs" / "0.log").read_text()
+
+
+EXITS = """
+import atexit, contextlib, sys
+from jaxpar.runtime import endings
+endings.note_exits()
+atexit.register(lambda: print(endings._codes))
+def leave():
+    sys.exit(3)
+with contextlib.suppress(SystemExit):
+    leave()
+try:
+    leave()
+except SystemExit as error:
+    assert error.code == 3
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "codes"),
+    [
+        ("", []),
+        ("sys.exit()", [0]),
+        ("sys.exit(65)", [65]),
+        ("sys.exit('no data')", [1]),
+        ("try:\n    leave()\nfinally:\n    print('cleaned')", [3]),
+    ],
+)
+def test_the_code_of_the_exit_that_ends_a_program_is_noted_and_none_that_was_caught(
+    tmp_path, end, codes
+):
+    script = tmp_path / "script.py"
+    script.write_text(EXITS.format(end=end))
+    code, out, err = run(script)
+    assert out.splitlines()[-1] == str(codes), out + err
+    assert code == sum(codes), err
 
 
 @pytest.mark.few(1)

@@ -150,7 +150,7 @@ def initialize(
     CPU devices of several processes communicate through gloo. On GPUs it sets the XLA flags that let collectives overlap with
     computation, unless XLA_FLAGS sets them. In a run of several processes an uncaught exception ends its process immediately,
     since the others would otherwise wait for it, and a process that reaches the end of its program waits for the others, as
-    ``leave(0)`` does. An uncaught exception has the exit code that it has in a recipe (``uncaught.py``), such as 2 for an error
+    ``leave(0)`` does; with the code of ``sys.exit``, if it called that. An uncaught exception has the exit code that it has in a recipe (``uncaught.py``), such as 2 for an error
     of jaxpar about what it was given, also in a process that is alone.
 
     Args:
@@ -210,6 +210,7 @@ def initialize(
         shutdown_timeout_seconds=max(heartbeat_seconds, 60),
     )
     atexit.register(endings.end_of_program)
+    endings.note_exits()
     endings.watch_ends(answer_who_waits)
     end_if_silent(heartbeat_seconds)
     if not hasattr(sys, "ps1"):

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxpar._compat import coordination
 from jaxpar.runtime import place
@@ -60,6 +60,33 @@ def has_completed(num_steps: int) -> None:
 def will_end_with(code: int) -> None:
     """Notes the exit code of a SystemExit, since Python does not tell it at exit."""
     _codes.append(code)
+
+
+class NotedExit(SystemExit):
+    """A SystemExit that notes its code when Python ends by it, which reads the code where no function runs any more."""
+
+    @property
+    def code(self) -> Any:
+        """The argument of ``sys.exit``."""
+        code = SystemExit.code.__get__(self)
+        try:
+            sys._getframe(1)
+        except ValueError:  # nothing has caught it, and the functions of atexit are next
+            will_end_with(code if isinstance(code, int) else int(code is not None))
+        return code
+
+    @code.setter
+    def code(self, code: Any) -> None:
+        SystemExit.code.__set__(self, code)
+
+
+def _exit(code: Any = None, /) -> NoReturn:
+    raise NotedExit(code)
+
+
+def note_exits() -> None:
+    """Makes ``sys.exit`` note the code with which the program ends; the other processes of the run are told it."""
+    sys.exit = _exit
 
 
 def named(process: int) -> str:
