@@ -150,8 +150,9 @@ def initialize(
     CPU devices of several processes communicate through gloo. On GPUs it sets the XLA flags that let collectives overlap with
     computation, unless XLA_FLAGS sets them. In a run of several processes an uncaught exception ends its process immediately,
     since the others would otherwise wait for it, and a process that reaches the end of its program waits for the others, as
-    ``leave(0)`` does; with the code of ``sys.exit``, if it called that. An uncaught exception has the exit code that it has in a recipe (``uncaught.py``), such as 2 for an error
-    of jaxpar about what it was given, also in a process that is alone.
+    ``leave(0)`` does; one that calls ``sys.exit`` ends as by ``leave`` with its code. An uncaught exception has the exit code
+    that it has in a recipe (``uncaught.py``), such as 2 for an error of jaxpar about what it was given, also in a process that
+    is alone.
 
     Args:
         coordinator_address: ``host:port`` of process 0. This and the next two override the environment.

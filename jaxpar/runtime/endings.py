@@ -62,13 +62,16 @@ def will_end_with(code: int) -> None:
     _codes.append(code)
 
 
+_CODE: Any = vars(SystemExit)["code"]  # the field of Python's own
+
+
 class NotedExit(SystemExit):
     """A SystemExit that notes its code when Python ends by it, which reads the code where no function runs any more."""
 
     @property
-    def code(self) -> Any:
+    def code(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The argument of ``sys.exit``."""
-        code = SystemExit.code.__get__(self)
+        code = _CODE.__get__(self)
         try:
             sys._getframe(1)
         except ValueError:  # nothing has caught it, and the functions of atexit are next
@@ -76,8 +79,8 @@ class NotedExit(SystemExit):
         return code
 
     @code.setter
-    def code(self, code: Any) -> None:
-        SystemExit.code.__set__(self, code)
+    def code(self, code: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        _CODE.__set__(self, code)
 
 
 def _exit(code: Any = None, /) -> NoReturn:
