@@ -261,6 +261,7 @@ def read_flags(config: Config) -> tuple[Config, Mesh, Data]:
     config = language_data.in_rows(config, mesh)
     multiple = language_data.row_multiple(mesh, sequence_parallel=config.recipe.sequence_parallel)
     text = language_data.load_data(config.data, config.recipe.init_from, multiple=multiple)
+    text.check_saved(config, saved)
     return config, mesh, text
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -38,6 +38,8 @@ from jaxpar.run.batches import check_microbatches, in_rows
 from jaxpar.run.flags import CommonFlags, RunFlags
 from jaxpar.run.messages import say
 from jaxpar.run.remarks import (
+    AND,
+    check_same_data,
     remark_on_ends,
     remark_on_equal,
     remark_on_names,
@@ -179,7 +181,7 @@ class Data:
 
     def settings(self, flags: DataFlags) -> dict[str, Any]:
         """Returns what a resumed run must share with the saved one."""
-        found: dict[str, Any] = {"text": " and ".join(part.checksum for part in self.parts)}
+        found: dict[str, Any] = {"text": AND.join(part.checksum for part in self.parts)}
         if all(part.num_tokens for part in self.parts):
             found["train_tokens"] = sum(
                 part.num_tokens[0] for part in self.parts if part.num_tokens
@@ -190,6 +192,12 @@ class Data:
         return found | {
             name: value for name, value in others.items() if value not in ("refuse", None)
         }
+
+    def check_saved(self, flags: LanguageFlags, saved: Mapping[str, Any]) -> None:
+        """Raises ValueError where a run with ``saved`` settings had other data, or had them in another order."""
+        if "text" in saved and not flags.may_change("text"):
+            names = [*map(str, flags.data.data)] or [self.source]
+            check_same_data(names, [part.checksum for part in self.parts], str(saved["text"]))
 
     def describe(self) -> str:
         """Returns a line about the data."""
