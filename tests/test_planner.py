@@ -44,7 +44,7 @@ from jaxpar.planner.ops import Analysis
 from jaxpar.planner.ranking import _usual_rows, gains_of
 from jaxpar.planner.search import Estimator, likely_choices
 from jaxpar.planner.state import AtRest
-from jaxpar.planner.step_time import _ticks
+from jaxpar.planner.step_time import _ticks, difference
 from jaxpar.planner.traffic import step_traffic
 from jaxpar.run.language_model import ModelFlags, config_of_flags
 from jaxpar.run.lora_flags import LoraFlags
@@ -933,6 +933,14 @@ def test_times_add_up_and_the_bubble_is_the_simulators():
     assert dataclasses.replace(plan, time=rounded, ideal_time=rounded).bubble_fraction >= 0, (
         "shown as -0.0%"
     )
+
+
+def test_what_rounding_leaves_of_a_difference_is_no_time_of_a_bubble():
+    """`seconds.bubble` of `plan --json` was -2e-16 where one device does all."""
+    assert difference(0.1 + 0.2, 0.3) == 0
+    assert difference(0.3, 0.1 + 0.2) == 0
+    assert difference(1.0, 1.5) == -0.5, "what is no rounding is left as it is"
+    assert difference(1 + 1e-9, 1) > 0
 
 
 def test_lora_needs_no_state_and_no_products_for_gradients_of_frozen_params():
