@@ -299,6 +299,7 @@ NO_KIND = [
     {"question": "a?", "answer": "b", "passages": [{"title": "c", "text": "d"}]},
     {"question": "a?", "answer": "b", "history": [{"role": "user", "content": "c"}]},
     {"question": "a?", "answer": "b", "context": "of c"},
+    {"instruction": "a?", "context": "of c", "response": "b", "category": "closed_qa"},
     {"system": "c", "question": "a?", "chosen": "b", "rejected": "d"},
 ]
 
@@ -316,6 +317,13 @@ def test_what_an_error_of_fields_says_to_rename_is_learned_as_it_was_meant(examp
         assert learned["completion"] == "b"
         assert "a?" in learned["prompt"]
         assert ("of c" in learned["prompt"]) == ("of c" in example.values())
+
+
+def test_examples_in_a_list_of_one_object_are_told_where_to_write_them_and_what_to_rename():
+    with pytest.raises(
+        ValueError, match=r'"data" on a line of its own, in a .jsonl; there rename "q'
+    ):
+        kind_of({"version": 1, "data": [{"question": "a?", "answer": "b"}]})
 
 
 def test_messages_beside_a_prompt_of_messages_are_its_completion():

@@ -78,6 +78,8 @@ def _remedy(example: Mapping[str, Any]) -> str:
             return f'Rename {_shown(name)} to "conversations".'
         if any(set(kind) <= set(first) for kind in (*KINDS, *OTHER_KINDS)):
             return f"Write each object of {_shown(name)} on a line of its own, in a .jsonl."
+        if renamed := _renamed(first):
+            return f"Write each object of {_shown(name)} on a line of its own, in a .jsonl; there rename {renamed}."
     return "Write each example with these fields: strings, or a list of messages."
 
 
