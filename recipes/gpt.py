@@ -59,6 +59,7 @@ from jaxpar.run.flags import (
 )
 from jaxpar.run.language_data import Data, DataFlags
 from jaxpar.run.messages import say_written
+from jaxpar.run.remarks import check_same_data
 from jaxpar.run.save_folder import SaveFolder
 from jaxpar.run.start import saved_settings
 from jaxpar.runtime.watchdog import Budgets
@@ -261,8 +262,15 @@ def read_flags(config: Config) -> tuple[Config, Mesh, Data]:
     config = language_data.in_rows(config, mesh)
     multiple = language_data.row_multiple(mesh, sequence_parallel=config.recipe.sequence_parallel)
     text = language_data.load_data(config.data, config.recipe.init_from, multiple=multiple)
-    text.check_saved(config, saved)
+    check_data(config, text, saved)
     return config, mesh, text
+
+
+def check_data(config: Config, text: Data, saved: Mapping[str, Any]) -> None:
+    """Raises ValueError where a run with ``saved`` settings had other data, or had them in another order."""
+    if "text" in saved and not config.may_change("text"):
+        names = [*map(str, config.data.data)] or [text.source]
+        check_same_data(names, [part.checksum for part in text.parts], str(saved["text"]))
 
 
 def conclude(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -39,7 +39,6 @@ from jaxpar.run.flags import CommonFlags, RunFlags
 from jaxpar.run.messages import say
 from jaxpar.run.remarks import (
     AND,
-    check_same_data,
     remark_on_ends,
     remark_on_equal,
     remark_on_names,
@@ -192,12 +191,6 @@ class Data:
         return found | {
             name: value for name, value in others.items() if value not in ("refuse", None)
         }
-
-    def check_saved(self, flags: LanguageFlags, saved: Mapping[str, Any]) -> None:
-        """Raises ValueError where a run with ``saved`` settings had other data, or had them in another order."""
-        if "text" in saved and not flags.may_change("text"):
-            names = [*map(str, flags.data.data)] or [self.source]
-            check_same_data(names, [part.checksum for part in self.parts], str(saved["text"]))
 
     def describe(self) -> str:
         """Returns a line about the data."""
