@@ -12,7 +12,8 @@ from jaxpar.data.examples import Examples, check_examples, check_messages
 from jaxpar.data.forms import as_learned
 from jaxpar.data.readers import is_records, read_records
 from jaxpar.data.text import ByteTokenizer, load_text
-from tests.support.texts import WordTokenizer, documents_of, write_lines
+from jaxpar.huggingface import read_tokenizer
+from tests.support.texts import CHATML, WordTokenizer, documents_of, write_lines, write_tokenizer
 
 ALPACA = [
     {"instruction": "Add.", "input": "1 2", "output": "3"},
@@ -81,6 +82,91 @@ def test_conversations_are_learned_alike_in_every_form(tmp_path, name, text):
     assert got == want
     assert found.is_chat
     assert set(found.ignored) <= {"id"}
+
+
+WRITES_TOOLS = "{{ tools | tojson if tools else '' }}"
+WRITES_CALLS = (
+    WRITES_TOOLS
+    + "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.tool_calls %}"
+    + "{% for call in m.tool_calls %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}"
+    + "{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+FOR_TOOLS = [
+    {"name": "default", "template": CHATML},
+    {"name": "tool_use", "template": WRITES_CALLS},
+]
+
+
+def schema_of(**properties):
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+TOOLS = [schema_of(a={"type": "integer"}), schema_of(b={"type": "string", "enum": ["x"]})]
+
+
+def calling(question, arguments):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    asked = {"role": "user", "content": question}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return {"messages": [asked, answer], "tools": TOOLS}
+
+
+def answered(**fields):
+    return [{"question": "a?", **fields}]
+
+
+@pytest.mark.parametrize(
+    ("template", "rows"),
+    [
+        (CHATML, [{"text": "a", "id": 1}, {"text": "b", "id": 2}]),
+        (CHATML, [PAIRS[0] | {"tools": TOOLS}]),
+        (CHATML, [{"prompt": SAID[0][:1], "completion": SAID[0][1:]}]),
+        (CHATML, [{"messages": chat, "source": "x"} for chat in SAID]),
+        (CHATML, [{"messages": SAID[0]}, {"text": "a"}, PAIRS[0], ALPACA[0]]),
+        (CHATML, [ALPACA[0] | {"system": "c"}, ALPACA[1]]),
+        (None, ALPACA),
+        (CHATML, SHAREGPT),
+        (CHATML, [SHAREGPT[0] | {"system": "c", "tools": TOOLS}]),
+        (WRITES_TOOLS + CHATML, [{"messages": SAID[0], "tools": TOOLS}, {"messages": SAID[1]}]),
+        (WRITES_TOOLS + CHATML, [{"messages": SAID[0], "tools": json.dumps(TOOLS)}]),
+        (WRITES_TOOLS + CHATML, [SHAREGPT[0] | {"tools": TOOLS}]),
+        (FOR_TOOLS, [calling("a?", '{"a": 1}'), calling("b?", '{"b": null}')]),
+        (FOR_TOOLS, [calling("a?", {"a": 1}), calling("b?", {"b": {"c": 2}})]),
+        (WRITES_CALLS, [calling("a?", {"a": 1}), {"messages": SAID[0]}]),
+        (CHATML, [calling("a?", '{"a": 1}')]),
+        (CHATML, [{"prompt": "a?", "response": "b"}]),
+        (CHATML, [{"instruction": "a?", "context": "c", "response": "b", "category": "x"}]),
+        (CHATML, [{"prompt": [{"role": "user", "content": "a"}], "response": SAID[0][1:]}]),
+        (CHATML, answered(answer="b", context="c", id=1)),
+        (CHATML, answered(system="c", chosen="b", rejected="d")),
+        (CHATML, answered(chosen=SAID[0][1:], rejected=SAID[1][1:])),
+        (CHATML, [{"title": "a", "body": "b"}]),
+        (CHATML, [{"text": "a", "messages": SAID[0]}]),
+    ],
+)  # fmt: skip
+def test_examples_in_parquet_are_those_in_lines_with_the_same_remarks_and_errors(
+    tmp_path, template, rows
+):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    tokenizer = read_tokenizer(write_tokenizer(tmp_path / "model", template=template))
+    lines = write_lines(tmp_path / "a.jsonl", *rows)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+
+    def read(file):
+        place = re.compile(rf"{re.escape(str(file))}(:|, example )?")
+        try:
+            check_examples(file)
+            found, parts = documents_of(file, tmp_path / "cache", tokenizer)
+        except ValueError as error:
+            return place.sub("at ", str(error))
+        return parts, found.ignored, [place.sub("at ", remark) for remark in found.remarks]
+
+    assert read(tmp_path / "a.parquet") == read(lines)
 
 
 @pytest.mark.parametrize(

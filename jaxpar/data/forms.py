@@ -20,7 +20,10 @@ OTHER_KINDS = (
     ("conversations",),
 )  # looked for where there is none of the above
 OPTIONAL = ("input", "system")  # of the others
-FIELDS = tuple(dict.fromkeys(name for kind in (*KINDS, *OTHER_KINDS, OPTIONAL) for name in kind))
+OF_MESSAGES = ("tools",)  # beside those that messages are made of
+FIELDS = tuple(
+    dict.fromkeys(name for kind in (*KINDS, *OTHER_KINDS, OPTIONAL, OF_MESSAGES) for name in kind)
+)
 ASKED = ("prompt", "instruction", "question", "query")  # usual names of strings
 ANSWERED = ("completion", "output", "response", "answer")
 ROLES = {"human": "user", "user": "user", "system": "system"}
