@@ -275,6 +275,49 @@ def test_a_file_of_no_form_is_refused_by_its_name_and_place(tmp_path, name, text
         read_as_named(tmp_path / name, tmp_path / "cache")
 
 
+@pytest.mark.parametrize(
+    "example",
+    [
+        {"text": None, "messages": SAID[0], "id": None},
+        {"prompt": None, "completion": None, "messages": SAID[0]},
+        {"messages": None, "instruction": None} | SHAREGPT[0],
+        {"conversations": [turn | {"content": None} for turn in SHAREGPT[0]["conversations"]]},
+        {"conversations": [turn | {"from": None, "value": None} for turn in SAID[0]]},
+        {"messages": SAID[0], "tools": ""},
+        {"text": None, "messages": None, "conversations": None} | ALPACA[0],
+    ],
+)
+def test_fields_that_are_null_or_empty_are_those_that_are_left_out(tmp_path, example):
+    want, _ = written(tmp_path, "want.jsonl", json.dumps({"messages": SAID[0]}))
+    got, found = written(tmp_path, "a.jsonl", json.dumps(example))
+    assert got == want
+    assert set(found.ignored) <= {"id"}
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ({"text": None}, r'"text" must be a string; got null\.'),
+        (
+            {"text": None, "prompt": "a", "completion": None},
+            r'"completion" must be a string; got nu',
+        ),
+        (
+            {"text": None, "instruction": "a", "output": None},
+            r'"output" must be a string; got null',
+        ),
+        ({"text": "a", "messages": []}, r'got "text" and "messages"\. Keep those of one kind'),
+        (
+            {"conversations": [{"from": None, "value": "a"}]},
+            r'"from" must be one of .*; got None\.',
+        ),
+    ],
+)
+def test_a_null_that_is_needed_is_named(tmp_path, example, message):
+    with pytest.raises(ValueError, match=message):
+        written(tmp_path, "a.jsonl", json.dumps(example))
+
+
 def test_the_parts_of_a_message_are_joined():
     parts = [
         {"type": "text", "text": "what is "},

@@ -278,6 +278,16 @@ def test_a_single_example_of_which_both_pieces_fit_is_learned(tmp_path):
             "chosen": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}],
             "rejected": [],
         },
+        {
+            "prompt": [{"role": "user", "content": "a?"}],
+            "chosen": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}],
+            "rejected": [],
+        },
+        {
+            "system": "of s",
+            "chosen": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}],
+            "rejected": [],
+        },
     ],
 )
 def test_preferences_are_told_that_they_are_not_trained_and_how_to_learn_the_chosen(preferred):
@@ -286,8 +296,48 @@ def test_preferences_are_told_that_they_are_not_trained_and_how_to_learn_the_cho
     old, new = re.search(r'rename "(\w+)" to "(\w+)"', str(refused.value)).groups()
     renamed = {name: value for name, value in preferred.items() if name != old}
     learned, _ = as_learned(renamed | {new: preferred[old]}, has_chat_template=True)
-    assert "b" in str(learned)
+    for text in ("a?", "b", preferred.get("system", "")):
+        assert text in str(learned)
+    assert str(learned).count("a?") == 1
     assert "c" not in str(learned.get("completion", ""))
+
+
+@pytest.mark.parametrize(
+    ("preferred", "told"),
+    [
+        ({"prompt": "a?"}, 'write "prompt" as the first message of "chosen", and '),
+        ({"question": "a?", "id": "c"}, 'write "question" as the first message of "chosen", and '),
+        (
+            {"system": "of s", "question": "a?", "context": "of c"},
+            'write "system" and "question" and "context" as the first messages of "chosen", and ',
+        ),
+        ({}, 'write what they answer as the first message of "chosen", and '),
+    ],
+)
+def test_what_chosen_messages_answer_is_written_before_them(preferred, told):
+    chosen = [{"role": "assistant", "content": "b"}]
+    example = {**preferred, "chosen": chosen, "rejected": []}
+    with pytest.raises(ValueError, match=rf'answers alone, {told}.*rename "chosen" to "messages"'):
+        kind_of(example)
+    texts = [preferred[name] for name in re.findall(r'"(\w+)"', told) if name in preferred]
+    first = [{"role": "user", "content": text} for text in texts or ["a?"]]
+    with pytest.raises(ValueError, match='answers alone, rename "chosen" to "messages"\\.'):
+        kind_of(example | {"chosen": [*first, *chosen]})
+
+
+@pytest.mark.parametrize(
+    ("preferred", "told"),
+    [
+        (
+            {"prompt": [{"role": "user", "content": "a?"}], "chosen": "b"},
+            'write "chosen" as a list with a message of the assistant, and rename it to "completion"',
+        ),
+        ({"prompt": "a?", "chosen": {"text": "b"}}, "write each example with these fields: str"),
+    ],
+)
+def test_answers_of_another_kind_than_their_prompt_are_not_renamed_alone(preferred, told):
+    with pytest.raises(ValueError, match=f"to learn the chosen answers alone, {told}"):
+        kind_of(preferred | {"rejected": "c"})
 
 
 NO_KIND = [
@@ -299,7 +349,11 @@ NO_KIND = [
     {"question": "a?", "answer": "b", "passages": [{"title": "c", "text": "d"}]},
     {"question": "a?", "answer": "b", "history": [{"role": "user", "content": "c"}]},
     {"question": "a?", "answer": "b", "context": "of c"},
-    {"system": "c", "question": "a?", "chosen": "b", "rejected": "d"},
+    {"system": "of s", "question": "a?", "chosen": "b", "rejected": "d"},
+    {"system": "of s", "prompt": "a?", "chosen": "b", "rejected": "d"},
+    {"instruction": "a?", "input": "of c", "chosen": "b", "rejected": "d"},
+    {"question": "a?", "chosen": "b", "rejected": "d"},
+    {"system": "of s", "question": "a?", "answer": "b", "context": "of c"},
 ]
 
 
@@ -316,6 +370,11 @@ def test_what_an_error_of_fields_says_to_rename_is_learned_as_it_was_meant(examp
         assert learned["completion"] == "b"
         assert "a?" in learned["prompt"]
         assert ("of c" in learned["prompt"]) == ("of c" in example.values())
+        in_chat, _ = as_learned(renamed, has_chat_template=True)
+        told = {name: text for name, text in example.items() if isinstance(text, str)}
+        told.pop("rejected", None)
+        for text in told.values():
+            assert text in str(in_chat), "a text of the row is not learned"
 
 
 def test_messages_beside_a_prompt_of_messages_are_its_completion():

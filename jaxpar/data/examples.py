@@ -157,7 +157,7 @@ class Examples:
     def _tools(self, given: Any) -> list[Any] | None:
         """Returns the tools that an example lists, for a template that writes them."""
         if given is not None and not self.tokenizer.uses("tools", has_tools=True):
-            self.ignored.add("tools")
+            self.ignored.update(["tools"] if given else [])
             return None
         return check_tools(given)
 
@@ -490,8 +490,8 @@ def check_tools(tools: Any) -> list[Any] | None:
     Raises:
         ValueError: They are no list of objects, nor the JSON of one.
     """
-    found = tools
-    if isinstance(tools, str):
+    found = None if tools == "" else tools
+    if found and isinstance(tools, str):
         with suppress(ValueError):
             found = parse_json(tools.encode(), "tools")
     if found is not None and not (
