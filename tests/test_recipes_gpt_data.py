@@ -156,6 +156,17 @@ def test_a_recipe_learns_the_completions_of_a_table_and_refuses_a_file_of_other_
     )
 
 
+def test_a_metric_of_experts_is_one_of_models_with_experts_alone(checked, tmp_path):
+    (tmp_path / "a.txt").write_text("the cat sat on the mat\n" * 300)
+    given = ("--data", str(tmp_path / "a.txt"), "--checkpoint-every", "50", "--keep-best")
+    rule = "--keep-best must name a metric of the run"
+    others = "Choose from test_loss, or loss, grad_norm, learning_rate, skipped."
+    for name in ("dropped_experts", "-balance_loss"):
+        assert f"{rule}; got {name.removeprefix('-')}. {others}" in checked(*given, name)
+        gpt.check_keep_best(gpt.Config.of(keep_best=name), has_routing=True)
+    assert checked(*given, "grad_norm") is None
+
+
 def test_only_answers_are_targets(folder):
     flags = gpt.Config.of(
         data=(folder / "chat.jsonl",),
