@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.data.examples import roles_left_out
+from jaxpar.data.left_out import roles_left_out
 from jaxpar.huggingface.tokenizer import FolderTokenizer
 from jaxpar.serve.bodies import MAX_ROWS, ChatBody, ChatMessage, CompletionBody, Generation
 from jaxpar.serve.language_model import GenerationRequest, LanguageModel, TextDelta
