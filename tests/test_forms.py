@@ -180,6 +180,16 @@ def test_pairs_are_learned_by_models_of_bytes(tmp_path, name, text):
     assert got == want
 
 
+def test_alpaca_is_a_prompt_and_its_completion_where_the_template_is_for_tools_alone(tmp_path):
+    rows = "".join(json.dumps(row) + "\n" for row in ALPACA)
+    for name, template in (("none", None), ("for tools", FOR_TOOLS[1:])):
+        tokenizer = read_tokenizer(write_tokenizer(tmp_path / name, template=template))
+        got, found = written(tmp_path, "a.jsonl", rows, tokenizer)
+        assert not found.is_chat
+        want = got if name == "none" else want
+    assert got == want
+
+
 def test_alpaca_without_a_chat_template_is_a_prompt_and_its_completion():
     learned, ignored = as_learned(ALPACA[0] | {"id": 3}, has_chat_template=False)
     assert (learned, ignored) == ({"prompt": "Add.\n\n1 2\n\n", "completion": "3"}, {"id"})

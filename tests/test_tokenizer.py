@@ -376,12 +376,13 @@ def test_messages_with_the_marks_of_answers_are_refused(tmp_path):
     own = read_tokenizer(write_tokenizer(tmp_path / "model", template=MARKED))
     marked = f"a{chat_template.END}b"
     call = {"function": {"name": "f", "arguments": {marked: 1}}}
-    for answer, tools in (
-        ({"content": marked}, None),
-        ({"content": "a", "tool_calls": [call]}, None),
-        ({"content": "a"}, [{"name": marked}]),
+    for name, answer, tools in (
+        ("messages", {"content": marked}, None),
+        ("messages", {"content": "a", "tool_calls": [call]}, None),
+        ("tools", {"content": "a"}, [{"name": marked}]),
     ):
-        with pytest.raises(ValueError, match=r"no noncharacters of Unicode; got U\+FDD0 or U\+F"):
+        rule = rf"{name} must have no noncharacters of Unicode; got U\+FDD0 or U\+FDD1\. Remove"
+        with pytest.raises(ValueError, match=rule):
             own.render([*CHAT, {"role": "assistant", **answer}], tools=tools)
 
 

@@ -106,11 +106,11 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None, ask: bool
     ) -> tuple[str, Spans]:
         """Returns a conversation as text, and the spans that the assistant says, as ``FolderTokenizer.render`` has it."""
-        texts = _texts([*messages, *(tools or ())])
-        if any(BEGIN in text or END in text for text in texts):
-            raise ValueError(
-                "messages and tools must have no noncharacters of Unicode; got U+FDD0 or U+FDD1. Remove them."
-            )
+        for name, given in (("messages", messages), ("tools", tools)):
+            if any(BEGIN in text or END in text for text in _texts(given)):
+                raise ValueError(
+                    f"{name} must have no noncharacters of Unicode; got U+FDD0 or U+FDD1. Remove them."
+                )
         text_of = partial(self._text, tools)
         text = text_of(messages, ask=ask)
         if ask:
@@ -218,7 +218,7 @@ def _texts(value: Any) -> Iterator[str]:
             yield each
         elif isinstance(each, Mapping):
             left += [*each.keys(), *each.values()]
-        elif isinstance(each, list | tuple):
+        elif isinstance(each, Sequence):
             left += each
 
 
