@@ -322,7 +322,7 @@ def test_preferences_are_told_that_they_are_not_trained_and_how_to_learn_the_cho
             {"system": "of s", "question": "a?", "context": "of c"},
             'write "system" and "question" and "context" as the first messages of "chosen", and ',
         ),
-        ({}, 'write what they answer as the first message of "chosen", and '),
+        ({}, 'write what is answered as the first message of "chosen", and '),
     ],
 )
 def test_what_chosen_messages_answer_is_written_before_them(preferred, told):
@@ -392,6 +392,23 @@ def test_messages_beside_a_prompt_of_messages_are_its_completion():
     turns = {"prompt": [{"role": "user"}], "response": [{"role": "assistant"}]}
     with pytest.raises(ValueError, match='Rename "response" to "completion"\\.'):
         kind_of(turns)
+
+
+@pytest.mark.parametrize(
+    ("example", "remedy"),
+    [
+        ({"prompt": "a?"}, 'Write "prompt" as the first message of "response", and rename '),
+        ({"system": "of s"}, 'Write "system" as the first message of "response", and rename '),
+        ({}, 'Write what is answered as the first message of "response", and rename '),
+    ],
+)
+def test_messages_of_another_name_keep_what_they_answer(example, remedy):
+    answer = {"role": "assistant", "content": "b"}
+    with pytest.raises(ValueError, match=f'{remedy}"response" to "messages"\\.'):
+        kind_of(example | {"response": [answer]})
+    asked = [{"role": "user", "content": text} for text in [*example.values()] or ["a?"]]
+    with pytest.raises(ValueError, match='Rename "response" to "messages"\\.'):
+        kind_of(example | {"response": [*asked, answer]})
 
 
 def test_an_answer_that_is_no_string_has_no_other_name():

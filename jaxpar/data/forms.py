@@ -80,11 +80,9 @@ def _remedy(example: Mapping[str, Any]) -> str:
     for name, value in others.items():
         has_objects = isinstance(value, list) and value and isinstance(value[0], Mapping)
         first = value[0] if has_objects else {}
-        if "role" in first:
-            is_answer = isinstance(example.get("prompt"), list)
-            return f"Rename {_renaming([name], 'completion' if is_answer else 'messages')}."
-        if "from" in first:
-            return f'Rename {_shown(name)} to "conversations".'
+        if {"role", "from"} & set(first):
+            remedy = _remedy_of_turns(example, name)
+            return f"{remedy[0].upper()}{remedy[1:]}."
         if any(set(kind) <= set(first) for kind in (*KINDS, *OTHER_KINDS)):
             return f"Write each object of {_shown(name)} on a line of its own, in a .jsonl."
     return "Write each example with these fields: strings, or a list of messages."
@@ -123,27 +121,31 @@ def _remedy_of_chosen(example: Mapping[str, Any]) -> str:
         return f"rename {_renamed(example, ('chosen',)) or _renaming(['chosen'], 'text')}"
     if not isinstance(chosen, list) or not all(isinstance(turn, Mapping) for turn in chosen):
         return "write each example with these fields: strings, or a list of messages"
-    if isinstance(prompt, list) and chosen[: len(prompt)] != prompt:
-        return f"rename {_renaming(['chosen'], 'completion')}"
-    return _remedy_of_turns(example, chosen)
+    return _remedy_of_turns(example, "chosen")
 
 
-def _remedy_of_turns(example: Mapping[str, Any], chosen: Sequence[Mapping[str, Any]]) -> str:
-    """Returns how the messages of a better answer are learned, before which those of its prompt may be missing."""
-    is_sharegpt = any("from" in turn for turn in chosen)
-    texts = [str(turn.get("value" if is_sharegpt else "content")) for turn in chosen]
-    told = [*(() if is_sharegpt else ("system",)), *ASKED, *CONTEXT]
-    has_text = lambda name: isinstance(example.get(name), str) and example[name].strip()
-    in_a_text = lambda name: any(example[name].strip() in text for text in texts)
-    missing = [_shown(name) for name in told if has_text(name) and not in_a_text(name)]
-    roles = {ROLES.get(str(turn.get("from" if is_sharegpt else "role")).lower()) for turn in chosen}
-    if roles <= {"assistant"} and not missing:
-        missing = ["what they answer"]
-    rename = f"rename {_renaming(['chosen'], 'conversations' if is_sharegpt else 'messages')}"
+def _remedy_of_turns(example: Mapping[str, Any], name: str) -> str:
+    """Returns how the messages of a field are learned, before which texts of other fields may have to be written."""
+    turns, prompt = (
+        [turn for turn in example[name] if isinstance(turn, Mapping)],
+        example.get("prompt"),
+    )
+    is_sharegpt = any("from" in turn for turn in turns)
+    if isinstance(prompt, list) and not is_sharegpt and turns[: len(prompt)] != prompt:
+        return f"rename {_renaming([name], 'completion')}"
+    texts = [str(turn.get("value" if is_sharegpt else "content")) for turn in turns]
+    others = [*(() if is_sharegpt else ("system",)), *ASKED, *CONTEXT]
+    has_text = lambda field: isinstance(example.get(field), str) and example[field].strip()
+    is_told = lambda field: any(example[field].strip() in text for text in texts)
+    missing = [_shown(field) for field in others if has_text(field) and not is_told(field)]
+    roles = {ROLES.get(str(turn.get("from" if is_sharegpt else "role")).lower()) for turn in turns}
+    if roles == {"assistant"} and not missing:
+        missing = ["what is answered"]
+    rename = f"rename {_renaming([name], 'conversations' if is_sharegpt else 'messages')}"
     if not missing:
         return rename
-    first = "first turn" if is_sharegpt else "first message"
-    return f'write {" and ".join(missing)} as the {first}{"s" * (len(missing) > 1)} of "chosen", and {rename}'
+    first = ("first turn" if is_sharegpt else "first message") + "s" * (len(missing) > 1)
+    return f"write {' and '.join(missing)} as the {first} of {_shown(name)}, and {rename}"
 
 
 def as_learned(
