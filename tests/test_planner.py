@@ -601,7 +601,8 @@ def test_the_quick_estimate_of_one_stage_lacks_the_embedding_and_the_update_alon
     choice = Choice(data=8 // tensor, stage=1, tensor=tensor, num_microbatches=count)
     time, prices = estimator.price(choice).time, estimator.prices(choice)
     rest = count * (prices.embed + prices.embed_back) + time.update
-    assert estimator.quick_seconds(choice) == pytest.approx(time.total - rest, rel=1e-9)
+    likely = prices.likely() + estimator.seconds_of_data(choice)
+    assert likely == pytest.approx(time.total - rest, rel=1e-9)
 
 
 @pytest.mark.parametrize("width", [80, pytest.param(100, marks=FULL)])
@@ -1023,7 +1024,8 @@ def test_candidates_come_in_the_order_of_their_estimates_and_are_held_against_th
     )
     assert len(set(choices)) == len(choices) > 20
     assert list(seconds) == sorted(seconds)
-    assert seconds[0] == pytest.approx(estimator.quick_seconds(choices[0]))
+    likely = estimator.prices(choices[0]).likely() + estimator.seconds_of_data(choices[0])
+    assert seconds[0] == pytest.approx(likely)
     limit, begun = seconds[0] * 1.5, len(estimator._states)
     lazy = Estimator(shape, cluster("h100"), 64, optax.adam(1e-4), "spmd", Assumptions())
     few = list(likely_choices(lazy, held, lambda seconds, choice: seconds > limit))

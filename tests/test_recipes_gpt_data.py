@@ -156,6 +156,17 @@ def test_a_recipe_learns_the_completions_of_a_table_and_refuses_a_file_of_other_
     )
 
 
+def test_a_metric_of_experts_is_one_of_models_with_experts_alone(checked, tmp_path):
+    (tmp_path / "a.txt").write_text("the cat sat on the mat\n" * 300)
+    given = ("--data", str(tmp_path / "a.txt"), "--checkpoint-every", "50", "--keep-best")
+    rule = "--keep-best must name a metric of the run"
+    others = "Choose from test_loss, or loss, grad_norm, learning_rate, skipped."
+    for name in ("dropped_experts", "-balance_loss"):
+        assert f"{rule}; got {name.removeprefix('-')}. {others}" in checked(*given, name)
+        gpt.check_keep_best(gpt.Config.of(keep_best=name), has_routing=True)
+    assert checked(*given, "grad_norm") is None
+
+
 def test_only_answers_are_targets(folder):
     flags = gpt.Config.of(
         data=(folder / "chat.jsonl",),
@@ -278,6 +289,16 @@ def test_a_single_example_of_which_both_pieces_fit_is_learned(tmp_path):
             "chosen": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}],
             "rejected": [],
         },
+        {
+            "prompt": [{"role": "user", "content": "a?"}],
+            "chosen": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}],
+            "rejected": [],
+        },
+        {
+            "system": "of s",
+            "chosen": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}],
+            "rejected": [],
+        },
     ],
 )
 def test_preferences_are_told_that_they_are_not_trained_and_how_to_learn_the_chosen(preferred):
@@ -286,8 +307,48 @@ def test_preferences_are_told_that_they_are_not_trained_and_how_to_learn_the_cho
     old, new = re.search(r'rename "(\w+)" to "(\w+)"', str(refused.value)).groups()
     renamed = {name: value for name, value in preferred.items() if name != old}
     learned, _ = as_learned(renamed | {new: preferred[old]}, has_chat_template=True)
-    assert "b" in str(learned)
+    for text in ("a?", "b", preferred.get("system", "")):
+        assert text in str(learned)
+    assert str(learned).count("a?") == 1
     assert "c" not in str(learned.get("completion", ""))
+
+
+@pytest.mark.parametrize(
+    ("preferred", "told"),
+    [
+        ({"prompt": "a?"}, 'write "prompt" as the first message of "chosen", and '),
+        ({"question": "a?", "id": "c"}, 'write "question" as the first message of "chosen", and '),
+        (
+            {"system": "of s", "question": "a?", "context": "of c"},
+            'write "system" and "question" and "context" as the first messages of "chosen", and ',
+        ),
+        ({}, 'write what is answered as the first message of "chosen", and '),
+    ],
+)
+def test_what_chosen_messages_answer_is_written_before_them(preferred, told):
+    chosen = [{"role": "assistant", "content": "b"}]
+    example = {**preferred, "chosen": chosen, "rejected": []}
+    with pytest.raises(ValueError, match=rf'answers alone, {told}.*rename "chosen" to "messages"'):
+        kind_of(example)
+    texts = [preferred[name] for name in re.findall(r'"(\w+)"', told) if name in preferred]
+    first = [{"role": "user", "content": text} for text in texts or ["a?"]]
+    with pytest.raises(ValueError, match='answers alone, rename "chosen" to "messages"\\.'):
+        kind_of(example | {"chosen": [*first, *chosen]})
+
+
+@pytest.mark.parametrize(
+    ("preferred", "told"),
+    [
+        (
+            {"prompt": [{"role": "user", "content": "a?"}], "chosen": "b"},
+            'write "chosen" as a list with a message of the assistant, and rename it to "completion"',
+        ),
+        ({"prompt": "a?", "chosen": {"text": "b"}}, "write each example with these fields: str"),
+    ],
+)
+def test_answers_of_another_kind_than_their_prompt_are_not_renamed_alone(preferred, told):
+    with pytest.raises(ValueError, match=f"to learn the chosen answers alone, {told}"):
+        kind_of(preferred | {"rejected": "c"})
 
 
 NO_KIND = [
@@ -300,7 +361,11 @@ NO_KIND = [
     {"question": "a?", "answer": "b", "history": [{"role": "user", "content": "c"}]},
     {"question": "a?", "answer": "b", "context": "of c"},
     {"instruction": "a?", "context": "of c", "response": "b", "category": "closed_qa"},
-    {"system": "c", "question": "a?", "chosen": "b", "rejected": "d"},
+    {"system": "of s", "question": "a?", "chosen": "b", "rejected": "d"},
+    {"system": "of s", "prompt": "a?", "chosen": "b", "rejected": "d"},
+    {"instruction": "a?", "input": "of c", "chosen": "b", "rejected": "d"},
+    {"question": "a?", "chosen": "b", "rejected": "d"},
+    {"system": "of s", "question": "a?", "answer": "b", "context": "of c"},
 ]
 
 
@@ -317,6 +382,11 @@ def test_what_an_error_of_fields_says_to_rename_is_learned_as_it_was_meant(examp
         assert learned["completion"] == "b"
         assert "a?" in learned["prompt"]
         assert ("of c" in learned["prompt"]) == ("of c" in example.values())
+        in_chat, _ = as_learned(renamed, has_chat_template=True)
+        told = {name: text for name, text in example.items() if isinstance(text, str)}
+        told = {name: text for name, text in told.items() if name not in ("rejected", "category")}
+        for text in told.values():
+            assert text in str(in_chat), "a text of the row is not learned"
 
 
 def test_examples_in_a_list_of_one_object_are_told_where_to_write_them_and_what_to_rename():
@@ -330,6 +400,23 @@ def test_messages_beside_a_prompt_of_messages_are_its_completion():
     turns = {"prompt": [{"role": "user"}], "response": [{"role": "assistant"}]}
     with pytest.raises(ValueError, match='Rename "response" to "completion"\\.'):
         kind_of(turns)
+
+
+@pytest.mark.parametrize(
+    ("example", "remedy"),
+    [
+        ({"prompt": "a?"}, 'Write "prompt" as the first message of "response", and rename '),
+        ({"system": "of s"}, 'Write "system" as the first message of "response", and rename '),
+        ({}, 'Write what is answered as the first message of "response", and rename '),
+    ],
+)
+def test_messages_of_another_name_keep_what_they_answer(example, remedy):
+    answer = {"role": "assistant", "content": "b"}
+    with pytest.raises(ValueError, match=f'{remedy}"response" to "messages"\\.'):
+        kind_of(example | {"response": [answer]})
+    asked = [{"role": "user", "content": text} for text in [*example.values()] or ["a?"]]
+    with pytest.raises(ValueError, match='Rename "response" to "messages"\\.'):
+        kind_of(example | {"response": [*asked, answer]})
 
 
 def test_an_answer_that_is_no_string_has_no_other_name():

@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxpar import fields
 from jaxpar.data.forms import as_learned, kind_of
+from jaxpar.data.left_out import roles_left_out
 from jaxpar.data.readers import (
     UTF_16,
     is_of_lines,
@@ -157,7 +158,7 @@ class Examples:
     def _tools(self, given: Any) -> list[Any] | None:
         """Returns the tools that an example lists, for a template that writes them."""
         if given is not None and not self.tokenizer.uses("tools", has_tools=True):
-            self.ignored.add("tools")
+            self.ignored.update(["tools"] if given else [])
             return None
         return check_tools(given)
 
@@ -320,28 +321,11 @@ def _odd(message: Mapping[str, Any], *, takes_calls: bool) -> Iterator[str]:
         yield UNREADABLE
 
 
-def roles_left_out(messages: Sequence[Mapping[str, Any]], text: str) -> list[str]:
-    """Returns the roles of messages that a conversation's text does not have as they are, but for spaces around them.
-
-    Each message needs a place of its own, which the longest ones take first: an answer may quote another message. Templates
-    order messages in their own way.
-    """
-    contents = [message["content"].strip() for message in messages]
-    left_out = set()
-    for at in sorted(range(len(contents)), key=lambda at: -len(contents[at])):
-        if contents[at] not in text:
-            left_out.add(at)
-        elif contents[at]:
-            text = text.replace(contents[at], "\0", 1)
-    return [message["role"] for at, message in enumerate(messages) if at in left_out]
-
-
 def _left_out(messages: Sequence[Mapping[str, Any]], text: str) -> set[str]:
     """Returns what to say of messages that a chat template did not write as they are, but for spaces around them."""
-    roles = set(roles_left_out(messages, text))
     return {
-        f"a message of the role {printable(repr(r))[:80]} that the chat template leaves out or cuts"
-        for r in roles
+        f"a message of the role {printable(repr(role))[:80]} that the chat template leaves out or cuts"
+        for role in roles_left_out(messages, text)
     }
 
 
@@ -497,8 +481,8 @@ def check_tools(tools: Any) -> list[Any] | None:
     Raises:
         ValueError: They are no list of objects, nor the JSON of one.
     """
-    found = tools
-    if isinstance(tools, str):
+    found = None if tools == "" else tools
+    if found and isinstance(tools, str):
         with suppress(ValueError):
             found = parse_json(tools.encode(), "tools")
     if found is not None and not (

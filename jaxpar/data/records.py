@@ -117,6 +117,7 @@ class RecordRows(RowSource):
     def _columns(self, record: Mapping[str, Any]) -> list[np.ndarray]:
         """Returns the tokens of a record that are given to the model, their targets and their documents."""
         check_has_tokens(record)
+        record = _given(record)
         last = "targets" if "targets" in record else "labels"
         defaults = {"labels": record["input_ids"], "segment_ids": [0] * len(record["input_ids"])}
         names = ("input_ids", last, "segment_ids")
@@ -143,15 +144,18 @@ class RecordRows(RowSource):
         chosen = self._spread()
         if (self.take(chosen)["targets"] != IGNORED).any():
             return
-        first = place_text(self._records, self._first, "The first")
-        if any(_has_labels(self._records[self._first + row]) for row in chosen.tolist()):
+        numbers = (self._first + chosen).tolist()
+        split = [number for number in numbers if _has_split_labels(self._records[number])]
+        first = place_text(self._records, (split or numbers)[0], "The first")
+        if split:
             raise ValueError(
                 "a label is learned from the token before it of the same segment; got segment_ids by which no token with a "
                 "label follows one of its own segment. Give the tokens of a document, which follow one another, one number, "
                 f"or leave segment_ids out. {first}"
             )
         raise ValueError(
-            f"records must have labels to learn; got -100 alone. Write them again. {first}"
+            "records must have labels to learn, of tokens that are no padding; got -100 alone there. Write them again. "
+            f"{first}"
         )
 
     def learned_tokens(self) -> list[np.ndarray]:
@@ -175,6 +179,7 @@ def tokens_of(records: RandomAccess, number: int) -> np.ndarray:
     record = records[number]
     try:
         check_has_tokens(record)
+        record = _given(record)
         tokens = _integers(record["input_ids"], "input_ids")
         return tokens[_tokens_alone(record, len(tokens))]
     except ValueError as error:
@@ -199,10 +204,18 @@ def check_has_tokens(record: Any) -> None:
         )
 
 
-def _has_labels(record: Mapping[str, Any]) -> bool:
-    """Returns whether tokens of a record without ``targets`` have labels to learn, whatever their segments."""
+def _given(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a record that are not null, as those of rows in Parquet that lack them are."""
+    return {name: value for name, value in record.items() if value is not None}
+
+
+def _has_split_labels(record: Mapping[str, Any]) -> bool:
+    """Returns whether only its ``segment_ids`` can keep the labels of a record from being learned."""
+    record = _given(record)
+    if "targets" in record or "segment_ids" not in record:
+        return False
     labels = _integers(record.get("labels", record["input_ids"]), "labels")
-    return "targets" not in record and bool((labels[1:] != IGNORED).any())
+    return bool((labels[_tokens_alone(record, len(labels))][1:] != IGNORED).any())
 
 
 def _integers(values: Any, name: str) -> np.ndarray:
@@ -220,7 +233,7 @@ def _tokens_alone(record: Mapping[str, Any], length: int) -> slice:
     Raises:
         ValueError: The mask has another length, or other numbers than 0 and 1, or parts the tokens.
     """
-    if record.get("attention_mask") is None:
+    if "attention_mask" not in record:
         return slice(length)
     mask = _integers(1 * np.asarray(record["attention_mask"]), "attention_mask")  # or bools
     places = np.flatnonzero(mask)

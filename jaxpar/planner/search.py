@@ -213,10 +213,6 @@ class Estimator:
         """Returns the exposed seconds of the collectives over ``data``."""
         return self.prices(choice).exposed_data(self.traffic(choice, messages=False))
 
-    def quick_seconds(self, choice: Choice) -> int | float:
-        """Returns an estimate of the seconds of a step, without a schedule."""
-        return self.prices(choice).likely() + self.seconds_of_data(choice)
-
     def seems_to_fit(self, choice: Choice, share: float) -> bool:
         """Returns whether a choice seems to need no more than a share of the memory."""
         of_state = sum(self.at_rest(choice).bytes.values())
