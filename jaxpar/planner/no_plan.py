@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from jaxpar.fields import arg
-from jaxpar.mesh import AXES, DATA, REPLICA
+from jaxpar.mesh import AXES, DATA, FROM_SLOWEST, ROWS
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.job import Choice, divisors, fixed_or, is_round
 from jaxpar.planner.model_shape import MAX_SEQ, ModelShape
@@ -24,11 +24,7 @@ RELEASED = (
     "num_microbatches",
     "num_chunks",
     "experts",
-    "replica",
-    "stage",
-    "data",
-    "tensor",
-    "context",
+    *FROM_SLOWEST,
 )
 RowsOf = Callable[[ModelShape, Cluster], int]
 
@@ -131,7 +127,7 @@ def _undivided(estimator: Estimator, fixed: dict[str, Any]) -> str:
             f"each stage must have a layer for each of its chunks; got {of_pipeline}{told} and {shape.num_layers} layers. "
             f"{_remedy(estimator, fixed)}"
         )
-    over = {name: given.get(name, 1) for name in (REPLICA, DATA)} | {DATA: given.get(DATA, rest)}
+    over = {name: given.get(name, 1) for name in ROWS} | {DATA: given.get(DATA, rest)}
     over = {name: size for name, size in over.items() if name == DATA or size > 1}
     num_replicas, microbatches = math.prod(over.values()), given.get("num_microbatches", 1)
     larger = _larger_batch(estimator, fixed, num_replicas)
