@@ -34,7 +34,7 @@ from jaxpar.data.readers import (
     read_records,
     whole_parquet,
 )
-from jaxpar.data.text import held_out
+from jaxpar.data.text import Sample, held_out
 from jaxpar.fields import arg
 from jaxpar.runtime.output import printable
 
@@ -156,8 +156,8 @@ class RecordRows(RowSource):
             f"records must have labels to learn; got -100 alone. Write them again. {first}"
         )
 
-    def learned_tokens(self, most: int = MOST_COUNTED) -> tuple[list[np.ndarray], int]:
-        """Returns the targets that are learned in records spread over all, in parts, and the number of these records.
+    def learned_sample(self, most: int = MOST_COUNTED) -> Sample:
+        """Returns the targets that are learned in records spread over all.
 
         Records beside one that cannot be used are left out, unless ``check`` reads it: it is told where a step reads it.
 
@@ -175,7 +175,9 @@ class RecordRows(RowSource):
             except ValueError:
                 continue
             num_read += len(rows)
-        return [targets[targets != IGNORED] for targets in found], num_read
+        learned = [targets[targets != IGNORED] for targets in found]
+        of_record = sum(map(len, learned)) / num_read
+        return Sample(learned, of_record * len(self), of_record / self._seq)
 
     def _beside(self, chosen: np.ndarray, most: int) -> Iterator[np.ndarray]:
         """Yields the numbers of records that follow some others, which have about ``most`` tokens together, a few at a time."""

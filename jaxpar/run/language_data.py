@@ -15,7 +15,7 @@ import numpy as np
 from jaxpar.data.batches import EachOnce, Mixture, RowSource
 from jaxpar.data.corpus import Corpus, default_cache, load_corpus
 from jaxpar.data.examples import check_examples
-from jaxpar.data.packing import Documents, PackedRows, fit
+from jaxpar.data.packing import PackedRows, fit
 from jaxpar.data.readers import SNIFFED, find_files, format_of, is_records, unread_fields
 from jaxpar.data.recall import NUM_VALUES, Recall
 from jaxpar.data.records import COLUMNS, RecordRows, holds_tokens, open_split, tokens_of
@@ -300,8 +300,8 @@ def load_data(flags: DataFlags, init_from: Path | None = None, *, multiple: int 
             "--tokenizer, or leave it out."
         )
     chosen = ByteTokenizer() if is_bytes else tokenizer
-    source, ends = ", ".join(map(str, flags.data)), _ends(chosen, init_from)
-    return Data(parts, source, chosen, ends, flags.data_weights)
+    source = ", ".join(map(str, flags.data))
+    return Data(parts, source, chosen, _ends(chosen, init_from), flags.data_weights)
 
 
 def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource, RowSource]:
@@ -476,7 +476,7 @@ def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool, multiple: in
         train, test = (fitting(each, flags.seq)[0] for each in (train, test))
     before = test.before_learned(0)
     held_out = test.tokens_of(0)[: before or None]
-    learned = lambda: (_learned(train), _learned(test))
+    learned = lambda: (train.learned_sample(), test.learned_sample())
     of_data = (train.num_tokens, test.num_tokens), learned, held_out
     checksum = f"sha256 {corpus.digest[:32]}"
     return Part(
@@ -490,13 +490,6 @@ def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool, multiple: in
         is_question=before > 0,
         checksums=(corpus.checksums_of(train), corpus.checksums_of(test)),
     )
-
-
-def _learned(documents: Documents) -> Sample:
-    """Returns the tokens of documents that are learned, of many some."""
-    num_learned = documents.num_targets
-    share_of_row = num_learned / max(documents.num_tokens, 1)
-    return Sample(documents.learned_tokens(), num_learned, share_of_row)
 
 
 def _of_recall() -> Part:
@@ -524,12 +517,7 @@ def _of_records(files: Sequence[Path], flags: DataFlags) -> Part:
 
     def learned() -> tuple[Sample, Sample]:
         train, test, _ = rows(flags.seq, MOST_TOKENS)
-        return sample_of(train), sample_of(test)
-
-    def sample_of(some: RecordRows) -> Sample:
-        tokens, num_read = some.learned_tokens()
-        of_record = sum(map(len, tokens)) / num_read
-        return Sample(tokens, of_record * len(some), of_record / flags.seq)
+        return train.learned_sample(), test.learned_sample()
 
     held_out = tokens_of(records, first)
     ignored = set(records[0]).union(*(unread_fields(file, COLUMNS) for file in files)) - set(
