@@ -642,6 +642,36 @@ def test_rows_of_files_named_for_it_are_held_out_and_a_record_without_tokens_is_
         language_data.make_rows(flags.data, language_data.load_data(flags.data), 256)
 
 
+def test_the_loss_of_frequencies_is_that_of_the_weighted_data(tmp_path):
+    for name, first, count in (("a", 0, 4000), ("b", 50, 1000)):
+        tokens = np.arange(count, dtype=np.uint16) % 50 + first
+        tokens.tofile(tmp_path / f"{name}.bin")
+    paths = tmp_path / "a.bin", tmp_path / "b.bin"
+
+    def loss_of(shares):
+        counts = np.array(shares) * 4500 / 50 + 1  # of each of 50 tokens of a source
+        return -np.log(counts / 4600) @ [0.8, 0.2]
+
+    for weights, shares in (((), (0.8, 0.2)), ((1, 3), (0.25, 0.75))):
+        flags = gpt.Config.of(data=paths, data_weights=weights, seq=16)
+        data = language_data.load_data(flags.data)
+        assert data.unigram_loss == pytest.approx(loss_of(shares))
+
+
+def test_the_frequencies_of_short_records_are_those_of_many(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    tokens = np.random.default_rng(0).integers(500, size=(4000, 4)).tolist()
+    parquet.write_table(pyarrow.table({"input_ids": tokens}), tmp_path / "a.parquet")
+    data = language_data.load_data(gpt.Config.of(data=(tmp_path / "a.parquet",), seq=16).data)
+    assert 6.2 < data.unigram_loss < 6.3, "about log 500"
+    (part,) = data.parts
+    train, test = part.learned()
+    assert train.num_tokens + test.num_tokens == 3 * 4000 == sum(map(len, train.parts + test.parts))
+    assert train.share_of_row == 3 / 16
+
+
 def test_files_that_are_not_read_or_not_held_out_are_told(tmp_path, capsys):
     lines = [json.dumps({"text": f"number {i}"}) + "\n" for i in range(40)]
     for name in ("train.jsonl", "val.jsonl"):

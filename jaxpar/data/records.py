@@ -14,14 +14,15 @@ process reads the rows that it is asked for and no others.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from jaxpar.data.batches import RowSource, check_vocabulary, locate
+from jaxpar.data.batches import BLOCK, RowSource, check_vocabulary, locate
 from jaxpar.data.checksums import checksum, checksum_of_files
 from jaxpar.data.packing import IGNORED, empty_rows
 from jaxpar.data.readers import (
@@ -33,11 +34,12 @@ from jaxpar.data.readers import (
     read_records,
     whole_parquet,
 )
-from jaxpar.data.text import held_out
+from jaxpar.data.text import Sample, held_out
 from jaxpar.fields import arg
 from jaxpar.runtime.output import printable
 
 NUM_CHECKED = 64  # records that are read before a run begins
+MOST_COUNTED = 2**20  # tokens of records whose frequencies are counted
 ROW_GROUP = 64  # rows of a group that write_rows writes
 GROUPS_KEPT = 64  # row groups that stay decoded
 COLUMNS = ("input_ids", "labels", "targets", "segment_ids", "attention_mask")
@@ -158,10 +160,38 @@ class RecordRows(RowSource):
             f"{first}"
         )
 
-    def learned_tokens(self) -> list[np.ndarray]:
-        """Returns the targets that are learned of the records that ``check`` reads, in one part; raises as ``take``."""
-        targets = self.take(self._spread())["targets"]
-        return [targets[targets != IGNORED]]
+    def learned_sample(self, most: int = MOST_COUNTED) -> Sample:
+        """Returns the targets that are learned in records spread over all.
+
+        Records beside one that cannot be used are left out, unless ``check`` reads it: it is told where a step reads it.
+
+        Args:
+            most: About the number of tokens to read, if those of the records that ``check`` reads are fewer.
+
+        Raises:
+            ValueError: One of the records that ``check`` reads cannot be used.
+        """
+        chosen = self._spread()
+        found, num_read = [self.take(chosen)["targets"]], len(chosen)
+        for rows in self._beside(chosen, most):
+            try:
+                found.append(self.take(rows)["targets"])
+            except ValueError:
+                continue
+            num_read += len(rows)
+        learned = [targets[targets != IGNORED] for targets in found]
+        of_record = sum(map(len, learned)) / num_read
+        return Sample(learned, of_record * len(self), of_record / self._seq)
+
+    def _beside(self, chosen: np.ndarray, most: int) -> Iterator[np.ndarray]:
+        """Yields the numbers of records that follow some others, which have about ``most`` tokens together, a few at a time."""
+        places = (self._first + chosen).tolist()
+        num_tokens = sum(len(self._records[place]["input_ids"]) for place in places)
+        run, at_a_time = most // max(num_tokens, 1), max(1, BLOCK // self._seq)
+        for start, after in pairwise([*chosen.tolist(), len(self)]):
+            end = min(start + run, after)
+            for first in range(start + 1, end, at_a_time):
+                yield np.arange(first, min(first + at_a_time, end))
 
     def checksum(self) -> str:
         """Returns a checksum of the records' files; of records from elsewhere, of as many as ``check`` reads."""
