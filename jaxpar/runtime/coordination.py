@@ -11,6 +11,7 @@ import os
 import re
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -33,8 +34,13 @@ SECONDS_TO_ASK = 1.0  # for an answer, between two looks for processes that have
 # After another process has left a training loop, this one may be at its last step of it too: it is given three times as long as
 # its longest step, or this many seconds, more of them before its first step is done.
 SECONDS_TO_LEAVE, SECONDS_TO_LEAVE_FIRST = 10.0, 60.0
-CONNECTION = re.compile(
-    "gloo|connection (reset|closed)|coordination service|heartbeat", re.IGNORECASE
+# What Gloo, XLA's coordination service and NCCL say of a process that is gone, as jaxlib raises it.
+OF_GLOO = r"gloo [\w -]+ (?:failed|timed out)\b"
+LOST = re.compile(
+    rf"\b(?:{OF_GLOO}|connection (?:reset|closed)\b|coordination service\b"
+    r"|heartbeat timeout\b|stopped sending heartbeats\b|missed heartbeats?\b"
+    r"|remote process exited or there was a network error\b|NcclCommunicator (?:aborted|cancelled)\b)",
+    re.IGNORECASE,
 )
 _uses: Counter[str] = (
     Counter()
@@ -99,16 +105,27 @@ class PeerLostError(RuntimeError):
 
 def is_peer_lost(error: BaseException) -> bool:
     """Returns whether a collective failed because a process is gone. JAX has no error type of its own for this."""
-    of_jax = isinstance(error, (jax.errors.JaxRuntimeError, ValueError, PeerLostError))
-    return (
-        jax.process_count() > 1
-        and of_jax
-        and (isinstance(error, PeerLostError) or bool(CONNECTION.search(str(error))))
+    if jax.process_count() == 1:
+        return False
+    if isinstance(error, PeerLostError):
+        return True
+    is_of_jax = isinstance(error, jax.errors.JaxRuntimeError) or (
+        isinstance(error, ValueError) and _is_raised_by_jax(error)
     )
 
 
 def follow(error: BaseException) -> tuple[int, str]:
     """Returns the exit code of a process that an error ends of which ``is_peer_lost`` is true, and a message.
+    text = str(error)
+    return is_of_jax and OF_PYTHON not in text and bool(LOST.search(text))
+
+
+def _is_raised_by_jax(error: ValueError) -> bool:
+    """Returns whether a ValueError is JAX's own: by its innermost frame, or, where a script called jaxlib, by its beginning."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module = str(frames[-1].f_globals.get("__name__", "")) if frames else ""
+    is_inside = module.split(".")[0] in ("jax", "jaxlib")
+    return is_inside or bool(BEGINS_WITH_GLOO.match(str(error)))
 
     It waits briefly for what the other process tells of its end; the message is empty where it is said already.
     """
