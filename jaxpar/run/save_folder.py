@@ -109,6 +109,8 @@ class SaveFolder:
                 self._begin()
             except OSError as error:
                 failed = error.errno, error.strerror, error.filename and str(error.filename)
+            except Exception as error:  # such as a damaged note: the others wait for an answer
+                failed = (text_of(error).rstrip("."),)
         if failed := exchange("model to begin", failed)[0]:
             raise NotBegunError(*failed)
 
