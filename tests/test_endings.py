@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -232,6 +233,15 @@ def test_a_process_that_leaves_the_loop_alone_names_itself_and_ends_with_a_code(
     service = stand_in(monkeypatch, {GOES_ON: {"process": 0}}, process=1)
 
     def loop():
+def test_process_0_waits_for_those_that_have_told_70(monkeypatch):
+    stand_in(monkeypatch, {ENDED: {"process": 1, "code": 70}, f"{GONE}/1": 70}, count=3)
+    assert coordination.follow(ValueError("Gloo: Connection reset by peer"))[0] == 70
+    monkeypatch.setattr(endings, "SECONDS_TO_LINGER", 0.2)
+    began = time.monotonic()
+    endings.end_now(70, lambda code: None)
+    assert time.monotonic() - began >= 0.2, "process 2 would be aborted"
+
+
         with AgreedStep(10) as agreed:
             agreed.after(3)
             if raised:

@@ -70,6 +70,15 @@ def test_each_run_has_a_token_of_its_own(launch):
     assert said[0] != said[1]
 
 
+def test_of_a_large_log_the_end_is_read_alone(launch, capfd, monkeypatch):
+    monkeypatch.setattr("jaxpar.runtime.launch.BYTES_READ", 100)
+    work = launch("print('y' * 1000 + '\\nat its end', flush=True)\nsys.exit(3 * me)", 2)
+    assert run(work) == 3
+    told = capfd.readouterr().err
+    assert "at its end" in told
+    assert told.count("y") < 100
+
+
 def test_one_that_fails_takes_the_others_down_and_is_shown_last(launch, capfd):
     work = launch(
         "if me == 1: raise RuntimeError('out of luck')\n"

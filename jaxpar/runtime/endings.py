@@ -47,8 +47,8 @@ REMEDY = (
 
 _completed: list[int] = []  # the steps of the training loops that are complete
 _codes: list[int] = []  # with which this process is about to end
-# The code of the process that this one follows; 70 where one is gone without a word.
-_follows: list[int] = []
+# The code of the process that this one follows; None where one is gone without a word.
+_follows: list[int | None] = []
 _said = threading.Lock()  # held once it is said that another process is gone
 
 
@@ -117,7 +117,7 @@ def follow(why: str) -> tuple[int, str]:
     """
     ended = end_of_another()
     code = code_without(ended)
-    _follows.append(code if ended is None else ended["code"])
+    _follows.append(None if ended is None else ended["code"])
     if not _said.acquire(blocking=False):
         return code, ""
     told = why if ended is None else f"{describe_end(ended)}. {remedy_without(ended)}"
@@ -230,7 +230,7 @@ def end_now(code: int, end: Callable[[int], None] = os._exit) -> None:
     publish(f"{GONE}/{state.process_id}", code)
     if state.process_id == 0:
         others = range(1, state.num_processes or 1)
-        without_word = int(ExitCode.PEER_LOST in _follows)
+        without_word = int(None in _follows)
         deadline = time.monotonic() + SECONDS_TO_LINGER
         while sum(map(has_gone, others)) < len(others) - without_word:
             if time.monotonic() > deadline:
@@ -242,7 +242,7 @@ def end_now(code: int, end: Callable[[int], None] = os._exit) -> None:
 
 def end_now_without_a_word(code: int, end: Callable[[int], None] = os._exit) -> None:
     """Ends this process as ``end_now`` does, where another one is gone without a word."""
-    _follows.append(int(ExitCode.PEER_LOST))
+    _follows.append(None)
     end_now(code, end)
 
 

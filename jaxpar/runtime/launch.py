@@ -47,7 +47,7 @@ SECONDS_TO_EXPLAIN = (
 )
 SECONDS_TO_STOP = 5.0
 SECONDS_TO_FOLLOW = 20.0  # after a process has ended with 0: those that jaxpar has joined wait for one another before
-LINES_SHOWN = 40
+LINES_SHOWN, BYTES_READ = 40, 2**20  # at the end of a log
 # A shell runs this: it waits for a line from the launcher and then becomes the process. It exits if the launcher has ended.
 ON_A_LINE = 'read -r _ && exec "$@" < /dev/null'
 # Exit codes of processes that end because another one did: JAX aborts, jaxpar returns PEER_LOST.
@@ -452,5 +452,7 @@ def _named(numbers: Sequence[int]) -> str:
 
 
 def _end_of(log: Path) -> list[str]:
-    text = without_chatter(log.read_bytes()).decode(errors="replace")
+    with log.open("rb") as file:
+        file.seek(max(log.stat().st_size - BYTES_READ, 0))
+        text = without_chatter(file.read()).decode(errors="replace")
     return [f"--- the end of {log}", *text.splitlines()[-LINES_SHOWN:], "---"]
