@@ -42,6 +42,9 @@ LOST = re.compile(
     r"|remote process exited or there was a network error\b|NcclCommunicator (?:aborted|cancelled)\b)",
     re.IGNORECASE,
 )
+BEGINS_WITH_GLOO = re.compile(rf"(?:[A-Z_]+: )?{OF_GLOO}", re.IGNORECASE)
+# In JAX's error of a callback, which is the program's own.
+OF_PYTHON = "Traceback (most recent call last)"
 _uses: Counter[str] = (
     Counter()
 )  # all processes use a name equally often, so its count identifies each use
@@ -112,10 +115,6 @@ def is_peer_lost(error: BaseException) -> bool:
     is_of_jax = isinstance(error, jax.errors.JaxRuntimeError) or (
         isinstance(error, ValueError) and _is_raised_by_jax(error)
     )
-
-
-def follow(error: BaseException) -> tuple[int, str]:
-    """Returns the exit code of a process that an error ends of which ``is_peer_lost`` is true, and a message.
     text = str(error)
     return is_of_jax and OF_PYTHON not in text and bool(LOST.search(text))
 
@@ -126,6 +125,10 @@ def _is_raised_by_jax(error: ValueError) -> bool:
     module = str(frames[-1].f_globals.get("__name__", "")) if frames else ""
     is_inside = module.split(".")[0] in ("jax", "jaxlib")
     return is_inside or bool(BEGINS_WITH_GLOO.match(str(error)))
+
+
+def follow(error: BaseException) -> tuple[int, str]:
+    """Returns the exit code of a process that an error ends of which ``is_peer_lost`` is true, and a message.
 
     It waits briefly for what the other process tells of its end; the message is empty where it is said already.
     """
@@ -240,6 +243,14 @@ def code_of_exit(error: BaseException | None) -> int:
     return code if isinstance(code, int) else int(code is not None)
 
 
+def _describe_leaver(told: dict[str, Any]) -> str:
+    """Returns who has left a training loop, and how."""
+    code, why, how = told["code"], told.get("why"), ""
+    if code:
+        how = f" with {why}, exit code {code}" if why else f" with SystemExit({code})"
+    return f"{endings.named(told['process'])} has left the training loop after step {told['done']}{how}"
+
+
 class AgreedStep:
     """Lets any process request an action of all of them, and determines the step after which all perform it.
 
@@ -262,6 +273,7 @@ class AgreedStep:
             False,
             False,
         )  # the loop, and that all stop after the same step
+        self._is_known = False  # that there is no more to say of how it is left
         self._looked_at = self._seen_at = 0.0
         self._asked: list[str] = []
         self._steps_done = 0
@@ -275,6 +287,7 @@ class AgreedStep:
         if client() is not None:
             self._left_key = f"jaxpar/left/{count_use('loop')}"
             place.enter_loop()
+            endings.begin_loop()
             self._thread.start()
         return self
 
@@ -311,6 +324,7 @@ class AgreedStep:
             )
             code = code or int(ExitCode.PEER_LOST)
             endings.will_end_with(code)
+            endings.leaves_with(code)
             raise SystemExit(code) from error
         if len(set(ends)) == 1:
             endings.has_completed(self._steps_done)
@@ -318,17 +332,19 @@ class AgreedStep:
     def _is_complete(self) -> bool:
         return self._num_steps is None or self._steps_done >= self._num_steps or self._is_agreed
 
-    def leave(self, code: int = 0) -> None:
+    def leave(self, code: int = 0, why: str = "", *, is_known: bool = True) -> None:
         """Tells the other processes that this one leaves the loop; it may be called before the ``with`` block ends.
 
         Args:
-            code: That of the SystemExit with which it leaves; 0: it leaves without one, or that is not known yet.
+            code: The exit code with which it leaves; 0: none.
+            why: The name of the error with which it leaves; "" if that is a SystemExit, or none.
+            is_known: Whether that is all that there is to say; else an error may be under way, so the others wait some seconds.
         """
-        if client() is None or (self._has_left and not code):
+        is_told = self._has_left and not code and (self._is_known or not is_known)
+        if client() is None or is_told:
             return
-        if self._has_left:
-            endings.withdraw(self._left_key, {"process": jax.process_index(), "code": 0})
-        self._has_left = True
+        self.withdraw()
+        self._has_left, self._is_known = True, is_known
         place.leave_loop()
         if not self._is_complete():
             told = {
@@ -336,8 +352,15 @@ class AgreedStep:
                 "done": self._steps_done,
                 "begun": self._steps_begun,
                 "code": code,
+                "why": why,
+                "is_known": is_known,
             }
             endings.publish(self._left_key, told)
+
+    def withdraw(self) -> None:
+        """Takes back that this process leaves the loop without a code, which is told before an error is known."""
+        if self._has_left:
+            endings.withdraw(self._left_key, {"process": jax.process_index(), "code": 0})
 
     def begin(self, step: int) -> None:
         """Notes that this process begins ``step``, counted from 0: it then knows sooner if another one has left."""
@@ -393,17 +416,18 @@ class AgreedStep:
         told = endings.news(self._left_key)
         if told is not None and not (ended and ended["code"]):
             self._seen_at = self._seen_at or time.monotonic()
-            if self._steps_begun > told["begun"] or self._has_waited():
-                who, step = endings.named(told["process"]), told["done"]
-                how = f" with SystemExit({told['code']})" if told["code"] else ""
-                endings.go_on_without(
-                    f"{who} has left the training loop after step {step}{how}",
-                    told["process"],
-                    self._end,
-                    told,
-                )
+            if self._goes_on_after(told) or self._has_waited():
+                endings.tell_that_this_goes_on(told["process"])
+                told = endings.news(self._left_key) or told  # an error may be known since
+                endings.end_without(_describe_leaver(told), self._end, told)
         elif ended is not None:
             endings.go_on_without(endings.describe_end(ended), ended["process"], self._end, ended)
+
+    def _goes_on_after(self, told: dict[str, Any]) -> bool:
+        """Returns whether this process is past the step after which another one has left, which is known to be no error."""
+        is_known = told.get("is_known", True)
+        has_waited = time.monotonic() - self._seen_at > SECONDS_TO_LEAVE
+        return self._steps_begun > told["begun"] and (is_known or has_waited)
 
     def _has_waited(self) -> bool:
         """Returns whether this process has had the time to leave the loop too."""

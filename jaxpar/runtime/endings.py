@@ -5,6 +5,9 @@
     process 1 reads that and ends at once                       -> jaxpar/gone/1
     process 0 follows with exit code 70, or with a final one of process 1, such as 2
 
+Of an error that leaves a training loop the others learn at once, though what the script does before its end may take long:
+they follow as above, and its process shows the error once they do, and ends with its code before process 0 is gone.
+
 A process whose collective fails reads jaxpar/ended too, before it ends. Process 0, whose service holds these keys and without
 which JAX aborts the others, ends last: once they are gone, or after some seconds.
 
@@ -18,7 +21,9 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpar._compat import coordination
@@ -52,6 +57,32 @@ _follows: list[int | None] = []
 _said = threading.Lock()  # held once it is said that another process is gone
 
 
+@dataclass
+class Leaving:
+    """An end that is under way: an error or a SystemExit has left a training loop, and the script still does something.
+
+    Attributes:
+        code: The exit code that it will have.
+        error: The number of the error (``id``), which must not be kept itself, nor what its frames hold; None: none.
+        text: Its traceback, to be shown; "" once it is.
+    """
+
+    code: int
+    error: int | None = None
+    text: str = ""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def show(self) -> None:
+        """Prints the traceback, once."""
+        with self._lock:
+            if self.text:
+                tell(self.text)
+            self.text = ""
+
+
+_leaving: list[Leaving] = []  # at most one
+
+
 def has_completed(num_steps: int) -> None:
     """Notes that a training loop is complete, after which processes wait longer for one another."""
     _completed.append(num_steps)
@@ -60,6 +91,28 @@ def has_completed(num_steps: int) -> None:
 def will_end_with(code: int) -> None:
     """Notes the exit code of a SystemExit, since Python does not tell it at exit."""
     _codes.append(code)
+
+
+def begin_loop() -> None:
+    """Forgets the ends that were noted: where another training loop begins, the script has caught their errors."""
+    _codes.clear()
+    _leaving.clear()
+
+
+def leaves_with(code: int, error: BaseException | None = None) -> None:
+    """Notes that this process has left a training loop, and is about to end with a code that it must not lose.
+
+    Args:
+        code: The exit code.
+        error: The error that ends it, which is not shown yet; None: a SystemExit.
+    """
+    text = "" if error is None else "".join(traceback.format_exception(error)).rstrip()
+    _leaving[:] = [Leaving(code, None if error is None else id(error), text)]
+
+
+def is_shown(error: BaseException) -> bool:
+    """Returns whether the traceback of an error has been printed already, since the others could not wait for its end."""
+    return any(each.error == id(error) and not each.text for each in _leaving)
 
 
 def named(process: int) -> str:
@@ -212,6 +265,13 @@ def go_on_without(
         ended: Of one that has ended, or has left a loop, what it told.
     """
     tell_that_this_goes_on(process)
+    end_without(told, end, ended)
+
+
+def end_without(
+    told: str, end: Callable[[int], None] = os._exit, ended: Mapping[str, Any] | None = None
+) -> None:
+    """Ends this process as ``go_on_without`` does, once the other one is told."""
     if _said.acquire(blocking=False):
         me = named(coordination().process_id)
         tell(
@@ -295,6 +355,8 @@ class EndWatch:
             self._look()
             if self._code is not None:
                 self._end_if_missed(self._code)
+            elif _leaving:
+                self._end_in_time(_leaving[-1])
             elif (told := news(ENDED)) is not None:
                 since = self._tell_once(told, since)
                 self._follow_first(told)
@@ -306,13 +368,28 @@ class EndWatch:
                 say_ended_early()
             end_now(code or int(ExitCode.PEER_LOST), self._end)
 
-    def _follow_first(self, told: dict[str, Any]) -> None:
-        """Ends this process some time after process 0 is about to end, without whose service JAX aborts it."""
+    def _end_in_time(self, leaving: Leaving) -> None:
+        """Shows the error that ends this process once others cannot go on without it, and ends it before JAX aborts it."""
+        if who_goes_on():
+            leaving.show()
+        if self._is_aborted_soon():
+            leaving.show()
+            tell(
+                f"{named(coordination().process_id)} ends with exit code {leaving.code} though the script is not at its "
+                "end: process 0, without which JAX aborts it, ends"
+            )
+            end_now(leaving.code, self._end)
+
+    def _is_aborted_soon(self) -> bool:
+        """Returns whether process 0, without whose service JAX aborts this one, has been about to end for some time."""
         if coordination().process_id == 0 or not has_gone(0):
-            return
+            return False
         now = time.monotonic()
         self._last_since = self._last_since or now
-        if now - self._last_since > SECONDS_TO_MEET:  # in which it ends by itself
+        return now - self._last_since > SECONDS_TO_MEET  # in which it ends by itself
+
+    def _follow_first(self, told: dict[str, Any]) -> None:
+        if self._is_aborted_soon():
             go_on_without(describe_end(told), told["process"], self._end, told)
 
     def _tell_once(self, told: dict[str, Any], since: float | None) -> float:
