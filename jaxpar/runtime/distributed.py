@@ -261,7 +261,8 @@ def leave(code: int) -> NoReturn:
 def _leave_on_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    traceback.print_exception(kind, error, trace)
+    if not endings.is_shown(error):
+        traceback.print_exception(kind, error, trace)
     if isinstance(error, PeerLostError) or not is_peer_lost(error):
         leave(exit_code_of(error))
     code, told = follow(error)
