@@ -23,12 +23,13 @@ from jaxpar.checkpoint.manager import say
 from jaxpar.checkpoint.state import as_numbers
 from jaxpar.fields import switch
 from jaxpar.runtime.coordination import AgreedStep, code_of_exit, follow, is_peer_lost
-from jaxpar.runtime.endings import will_end_with
+from jaxpar.runtime.endings import leaves_with, will_end_with
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.lease import HeldError
 from jaxpar.runtime.output import tell
 from jaxpar.runtime.preemption import StopSignals
 from jaxpar.runtime.supervise import Progress
+from jaxpar.runtime.uncaught import exit_code_of
 from jaxpar.runtime.watchdog import Budgets, Watchdog
 from jaxpar.train import TrainState
 
@@ -129,8 +130,10 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
     ) -> None:
-        if kind is None or issubclass(kind, SystemExit):
+        if kind is None or issubclass(kind, (SystemExit, GeneratorExit)):
             self._agreed.leave(code_of_exit(error))
+        elif error is not None:
+            self._tell_error(error)
         try:
             if kind is None:
                 self._count_skipped()
@@ -146,6 +149,17 @@ class Guard:
             if told:
                 tell(told)
             self._end(code)
+
+    def _tell_error(self, error: BaseException) -> None:
+        """Tells the other processes of an error that ends the loop, since the script may do much before it ends."""
+        if jax.process_count() == 1:
+            return
+        if is_peer_lost(error):  # which this process has not caused
+            self._agreed.withdraw()
+            return
+        code = exit_code_of(error)
+        leaves_with(code, error)
+        self._agreed.leave(code, type(error).__name__)
 
     def _ask_to_stop(self, signal: str) -> None:
         self._agreed.ask(signal)
@@ -192,8 +206,8 @@ class Guard:
         self._agreed.begin(step)
 
     def leave_loop(self) -> None:
-        """Tells the other processes that this one leaves the loop, before the ``with`` block ends."""
-        self._agreed.leave()
+        """Tells the other processes that this one leaves the loop, before the ``with`` block ends and the code is known."""
+        self._agreed.leave(is_known=False)
 
     def after_step(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
         """Saves or stops if due; every process must call it after every step, before the state is donated.

@@ -59,17 +59,16 @@ from jaxpar.run.flags import (
 )
 from jaxpar.run.language_data import Data, DataFlags
 from jaxpar.run.messages import say_written
+from jaxpar.run.remarks import check_same_data
 from jaxpar.run.save_folder import SaveFolder
 from jaxpar.run.start import saved_settings
 from jaxpar.runtime.watchdog import Budgets
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
 from jaxpar.tensor_parallel import split_copied_heads
 
-# The metrics of each step, those of experts too.
-OF_STEPS = (
-    *("loss", "grad_norm", "learning_rate", "skipped"),
-    *("balance_loss", "router_z_loss", "expert_imbalance", "dropped_experts"),
-)
+# The metrics of each step, and those of a model with routing losses.
+OF_STEPS = ("loss", "grad_norm", "learning_rate", "skipped")
+OF_ROUTING = ("balance_loss", "router_z_loss", "expert_imbalance", "dropped_experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +124,7 @@ def main(config: Config) -> None:
         config, mesh, text = read_flags(config)
         common, own = config.common, config.recipe
         shape = language_model.model_config(own, config.data.seq, text, mesh, config.gpu)
+        check_keep_best(config, has_routing=shape.has_routing_losses)
         train, test = language_data.make_rows(config.data, text, shape.vocab_size)
         shape = language_model.with_documents(shape, config.data.max_documents, (train, test))
         saves = None if own.save_hf is None else SaveFolder(own.save_hf, common)
@@ -261,7 +261,15 @@ def read_flags(config: Config) -> tuple[Config, Mesh, Data]:
     config = language_data.in_rows(config, mesh)
     multiple = language_data.row_multiple(mesh, sequence_parallel=config.recipe.sequence_parallel)
     text = language_data.load_data(config.data, config.recipe.init_from, multiple=multiple)
+    check_data(config, text, saved)
     return config, mesh, text
+
+
+def check_data(config: Config, text: Data, saved: Mapping[str, Any]) -> None:
+    """Raises ValueError where a run with ``saved`` settings had other data, or had them in another order."""
+    if "text" in saved and not config.may_change("text"):
+        names = [*map(str, config.data.data)] or [text.source]
+        check_same_data(names, [part.checksum for part in text.parts], str(saved["text"]))
 
 
 def conclude(
@@ -297,12 +305,18 @@ def check_settings(config: Config) -> None:
     language_data.check_data_flags(data)
     optimizers.check_optimizer(config)
     check_at_least(1, eval_every=own.eval_every, eval_rows=own.eval_rows, top_k=own.top_k)
-    check_best_is_saved(config, own.eval_every, ("test_loss",), OF_STEPS)
+    check_keep_best(config, has_routing=True)  # which the model is not known yet to lack
     if own.init_from is None:
         language_model.check_model(own, data.seq, needs_weights=False)
     pipeline = own.schedule, own.num_chunks, own.layers_per_virtual_stage
     language_model.check_pipeline(config.mesh.stage, *pipeline)
     lora_flags.check_lora(config.lora, config.optimizer, own.router_bias_rate)
+
+
+def check_keep_best(config: Config, *, has_routing: bool) -> None:
+    """Raises where --keep-best names no metric of the run, or one that its checkpoints lack."""
+    of_steps = (*OF_STEPS, *(OF_ROUTING if has_routing else ()))
+    check_best_is_saved(config, config.recipe.eval_every, ("test_loss",), of_steps)
 
 
 def check_flags(config: Config, mesh: Mesh) -> None:

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import tempfile
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -202,6 +204,42 @@ def test_a_folder_that_may_not_be_read_is_one_message(folder, manager):
         if is_root:
             os.seteuid(0)
         folder.chmod(0o700)
+
+
+@pytest.fixture
+def open_folder(saved):
+    """A copy of the steps where a user without rights of root may get to it."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = shutil.copytree(saved, Path(place, "checkpoints"))
+        for each in (Path(place), folder):
+            each.chmod(0o755)
+        yield folder
+
+
+def test_params_that_may_not_be_read_are_read_once_the_user_has_the_right(open_folder):
+    manager = jaxpar.CheckpointManager(open_folder, jaxpar.make_mesh(data=2), say=lambda _: None)
+    parts = [open_folder / step / "state" for step in ("5", "10")]
+    for part in parts:
+        part.chmod(0)
+    is_root = os.geteuid() == 0
+    try:
+        if is_root:
+            os.seteuid(65534)
+        with pytest.raises(
+            BadCheckpointError,
+            match=r"none of which is: step 10: .*Permission denied.*\. Give this user the right to",
+        ):
+            restored_step(manager)
+        if is_root:
+            os.seteuid(0)
+        for part in parts:
+            part.chmod(0o755)
+        if is_root:
+            os.seteuid(65534)
+        assert restored_step(manager) == 10
+    finally:
+        if is_root:
+            os.seteuid(0)
 
 
 def test_with_no_step_whole_nothing_is_restored(folder, manager):

@@ -206,7 +206,11 @@ def test_a_barrier_is_in_the_compiled_program():
         ),
         (
             lambda x: collectives.parameter_server(x, "data", num_servers=5)[0],
-            "got num_servers=5, data=4",
+            "got num_servers=5, data=4\\. Choose 4, say",
+        ),
+        (
+            lambda x: collectives.parameter_server(x, "data", num_servers=0)[0],
+            "got num_servers=0, data=4\\. Choose 1, say",
         ),
     ],
 )

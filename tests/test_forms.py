@@ -12,7 +12,8 @@ from jaxpar.data.examples import Examples, check_examples, check_messages
 from jaxpar.data.forms import as_learned
 from jaxpar.data.readers import is_records, read_records
 from jaxpar.data.text import ByteTokenizer, load_text
-from tests.support.texts import WordTokenizer, documents_of, write_lines
+from jaxpar.huggingface import read_tokenizer
+from tests.support.texts import CHATML, WordTokenizer, documents_of, write_lines, write_tokenizer
 
 ALPACA = [
     {"instruction": "Add.", "input": "1 2", "output": "3"},
@@ -83,6 +84,91 @@ def test_conversations_are_learned_alike_in_every_form(tmp_path, name, text):
     assert set(found.ignored) <= {"id"}
 
 
+WRITES_TOOLS = "{{ tools | tojson if tools else '' }}"
+WRITES_CALLS = (
+    WRITES_TOOLS
+    + "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.tool_calls %}"
+    + "{% for call in m.tool_calls %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}"
+    + "{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+FOR_TOOLS = [
+    {"name": "default", "template": CHATML},
+    {"name": "tool_use", "template": WRITES_CALLS},
+]
+
+
+def schema_of(**properties):
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+TOOLS = [schema_of(a={"type": "integer"}), schema_of(b={"type": "string", "enum": ["x"]})]
+
+
+def calling(question, arguments):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    asked = {"role": "user", "content": question}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return {"messages": [asked, answer], "tools": TOOLS}
+
+
+def answered(**fields):
+    return [{"question": "a?", **fields}]
+
+
+@pytest.mark.parametrize(
+    ("template", "rows"),
+    [
+        (CHATML, [{"text": "a", "id": 1}, {"text": "b", "id": 2}]),
+        (CHATML, [PAIRS[0] | {"tools": TOOLS}]),
+        (CHATML, [{"prompt": SAID[0][:1], "completion": SAID[0][1:]}]),
+        (CHATML, [{"messages": chat, "source": "x"} for chat in SAID]),
+        (CHATML, [{"messages": SAID[0]}, {"text": "a"}, PAIRS[0], ALPACA[0]]),
+        (CHATML, [ALPACA[0] | {"system": "c"}, ALPACA[1]]),
+        (None, ALPACA),
+        (CHATML, SHAREGPT),
+        (CHATML, [SHAREGPT[0] | {"system": "c", "tools": TOOLS}]),
+        (WRITES_TOOLS + CHATML, [{"messages": SAID[0], "tools": TOOLS}, {"messages": SAID[1]}]),
+        (WRITES_TOOLS + CHATML, [{"messages": SAID[0], "tools": json.dumps(TOOLS)}]),
+        (WRITES_TOOLS + CHATML, [SHAREGPT[0] | {"tools": TOOLS}]),
+        (FOR_TOOLS, [calling("a?", '{"a": 1}'), calling("b?", '{"b": null}')]),
+        (FOR_TOOLS, [calling("a?", {"a": 1}), calling("b?", {"b": {"c": 2}})]),
+        (WRITES_CALLS, [calling("a?", {"a": 1}), {"messages": SAID[0]}]),
+        (CHATML, [calling("a?", '{"a": 1}')]),
+        (CHATML, [{"prompt": "a?", "response": "b"}]),
+        (CHATML, [{"instruction": "a?", "context": "c", "response": "b", "category": "x"}]),
+        (CHATML, [{"prompt": [{"role": "user", "content": "a"}], "response": SAID[0][1:]}]),
+        (CHATML, answered(answer="b", context="c", id=1)),
+        (CHATML, answered(system="c", chosen="b", rejected="d")),
+        (CHATML, answered(chosen=SAID[0][1:], rejected=SAID[1][1:])),
+        (CHATML, [{"title": "a", "body": "b"}]),
+        (CHATML, [{"text": "a", "messages": SAID[0]}]),
+    ],
+)  # fmt: skip
+def test_examples_in_parquet_are_those_in_lines_with_the_same_remarks_and_errors(
+    tmp_path, template, rows
+):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    tokenizer = read_tokenizer(write_tokenizer(tmp_path / "model", template=template))
+    lines = write_lines(tmp_path / "a.jsonl", *rows)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+
+    def read(file):
+        place = re.compile(rf"{re.escape(str(file))}(:|, example )?")
+        try:
+            check_examples(file)
+            found, parts = documents_of(file, tmp_path / "cache", tokenizer)
+        except ValueError as error:
+            return place.sub("at ", str(error))
+        return parts, found.ignored, [place.sub("at ", remark) for remark in found.remarks]
+
+    assert read(tmp_path / "a.parquet") == read(lines)
+
+
 @pytest.mark.parametrize(
     ("name", "text"), [("a.json", json.dumps(PAIRS)), ("a.csv", as_csv(PAIRS))]
 )
@@ -91,6 +177,16 @@ def test_pairs_are_learned_by_models_of_bytes(tmp_path, name, text):
         tmp_path, "want.jsonl", "".join(json.dumps(row) + "\n" for row in PAIRS), ByteTokenizer()
     )
     got, _ = written(tmp_path, name, text, ByteTokenizer())
+    assert got == want
+
+
+def test_alpaca_is_a_prompt_and_its_completion_where_the_template_is_for_tools_alone(tmp_path):
+    rows = "".join(json.dumps(row) + "\n" for row in ALPACA)
+    for name, template in (("none", None), ("for tools", FOR_TOOLS[1:])):
+        tokenizer = read_tokenizer(write_tokenizer(tmp_path / name, template=template))
+        got, found = written(tmp_path, "a.jsonl", rows, tokenizer)
+        assert not found.is_chat
+        want = got if name == "none" else want
     assert got == want
 
 
@@ -187,6 +283,49 @@ def test_a_file_of_no_form_is_refused_by_its_name_and_place(tmp_path, name, text
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         read_as_named(tmp_path / name, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        {"text": None, "messages": SAID[0], "id": None},
+        {"prompt": None, "completion": None, "messages": SAID[0]},
+        {"messages": None, "instruction": None} | SHAREGPT[0],
+        {"conversations": [turn | {"content": None} for turn in SHAREGPT[0]["conversations"]]},
+        {"conversations": [turn | {"from": None, "value": None} for turn in SAID[0]]},
+        {"messages": SAID[0], "tools": ""},
+        {"text": None, "messages": None, "conversations": None} | ALPACA[0],
+    ],
+)
+def test_fields_that_are_null_or_empty_are_those_that_are_left_out(tmp_path, example):
+    want, _ = written(tmp_path, "want.jsonl", json.dumps({"messages": SAID[0]}))
+    got, found = written(tmp_path, "a.jsonl", json.dumps(example))
+    assert got == want
+    assert set(found.ignored) <= {"id"}
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ({"text": None}, r'"text" must be a string; got null\.'),
+        (
+            {"text": None, "prompt": "a", "completion": None},
+            r'"completion" must be a string; got nu',
+        ),
+        (
+            {"text": None, "instruction": "a", "output": None},
+            r'"output" must be a string; got null',
+        ),
+        ({"text": "a", "messages": []}, r'got "text" and "messages"\. Keep those of one kind'),
+        (
+            {"conversations": [{"from": None, "value": "a"}]},
+            r'"from" must be one of .*; got None\.',
+        ),
+    ],
+)
+def test_a_null_that_is_needed_is_named(tmp_path, example, message):
+    with pytest.raises(ValueError, match=message):
+        written(tmp_path, "a.jsonl", json.dumps(example))
 
 
 def test_the_parts_of_a_message_are_joined():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 
 import jaxpar
 from jaxpar.guard import Guard
@@ -314,6 +315,48 @@ def test_only_what_a_collective_says_of_a_lost_process_is_taken_for_that(monkeyp
     assert is_peer_lost(ValueError("Gloo AllGather failed ... Connection reset by peer"))
     assert not is_peer_lost(ValueError("shapes differ"))
     assert not is_peer_lost(KeyError("connection closed"))
+
+
+OF_NCCL = "INTERNAL: nccl_errors.cc:9: NCCL operation async_err failed: remote process exited or there was a network error."
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (JaxRuntimeError(OF_NCCL), True),
+        (JaxRuntimeError("FAILED_PRECONDITION: NcclCommunicator aborted"), True),
+        (JaxRuntimeError("UNAVAILABLE: /job:jax_worker/task:1 heartbeat timeout."), True),
+        (ValueError("UNKNOWN: Gloo AllGather failed: Connection reset by peer"), True),
+        (JaxRuntimeError("INTERNAL: NCCL operation ncclGroupEnd() failed: out of memory"), False),
+        (
+            JaxRuntimeError(
+                "INTERNAL: Traceback (most recent call last): of a callback: connection closed"
+            ),
+            False,
+        ),
+        (ValueError("could not convert string to float: 'gloomy'"), False),
+        (ValueError("no rule applies to heartbeat/w"), False),
+        (ValueError("could not parse row 7 of heartbeat.csv"), False),
+        (ValueError("the database must answer; got connection reset. Start it."), False),
+        (ValueError(OF_NCCL), False),
+        (ValueError("Connection reset by peer"), False),
+    ],
+)
+def test_an_error_of_the_program_is_none_of_a_lost_process_by_a_word_in_it(
+    monkeypatch, error, is_lost
+):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert is_peer_lost(error) == is_lost
+
+
+@pytest.mark.parametrize("module", ["jax._src.array", "script"])
+def test_a_value_error_is_jax_s_if_jax_has_raised_it(monkeypatch, module):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    names = {"__name__": module}
+    exec("def fetch(): raise ValueError('at rank 1: connection closed by peer')", names)
+    with pytest.raises(ValueError, match="closed by peer") as raised:
+        names["fetch"]()
+    assert is_peer_lost(raised.value) == (module != "script")
 
 
 # -- what it is made of ------------------------------------------------------------------------------------------------

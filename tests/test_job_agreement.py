@@ -133,6 +133,13 @@ def test_what_is_written_agrees_with_itself(kind):
         ("jobset", "notes prometheus.io/path", "/metric", "prometheus.io/path of spec.replicatedJobs.0 must be /metrics, wh"),
         ("service", "main livenessProbe httpGet", None, "livenessProbe must have one of exec, grpc, httpGet, tcpSocket; got"),
         ("service", "main livenessProbe httpGet", {}, "livenessProbe.httpGet must have port; got none. Write it."),
+        ("service", "main readinessProbe httpGet scheme", "HTTPS", "readinessProbe must ask by HTTP, which `jaxpar serve` sp"),
+        ("service", "main livenessProbe successThreshold", 2, "successThreshold of a livenessProbe must be 1; got 2 in spec."),
+        ("jobset", "main startupProbe", {"exec": {"command": ["true"]}, "successThreshold": 3},
+         "successThreshold of a startupProbe must be 1; got 3 in spec.replicatedJobs.0. Leave it out."),
+        ("service", "main livenessProbe tcpSocket", {"port": 8000},
+         "livenessProbe must have one of exec, grpc, httpGet, tcpSocket; got httpGet and tcpSocket in spec.template.spec. Le"),
+        ("trainjob", "main numNodes", 0, "numNodes of spec.trainer must be the number of processes, at least 1; got 0. Writ"),
         ("service", "main lifecycle preStop", {}, "preStop must have one of exec, httpGet, sleep, tcpSocket; got none in sp"),
         ("service", "main lifecycle preStop exec", {}, "exec of preStop in spec.template.spec must have a command; got none"),
         ("jobset", "main livenessProbe", {"exec": {}}, "exec of livenessProbe in spec.replicatedJobs.0 must have a command"),
@@ -296,6 +303,11 @@ def test_pods_without_gpus_or_a_command_are_told_or_taken():
         ("service", "main command +", "--allowed-hosts=gpt.example", ""),
         ("service", "main command +", "--allowed-hosts=*", ""),
         ("service", "main resources", None, "spec.template requests no resources: a pod gets no GPU, and neither cores nor"),
+        ("service", "main resources", {"limits": {"memory": "8Gi"}}, "spec.template requests no cpu: where its node is busy"),
+        ("service", f"{REQUESTS} cpu", 0, "spec.template requests no cpu: where its node is busy a pod gets almost no cores"),
+        ("service", "main resources", {"limits": {"cpu": 2}}, "spec.template requests no memory: none is kept for a pod, whi"),
+        ("service", "spec replicas", 0, "spec.replicas is 0: there are no pods, and requests reach none. Write 1, unless"),
+        ("service", "main readinessProbe successThreshold", 2, ""),
         ("trainjob", "pod terminationGracePeriodSeconds", None,
          "terminationGracePeriodSeconds of spec.trainer is 30, unless the runtime sets it: a drained pod has no longer to s"),
         ("trainjob", "pod terminationGracePeriodSeconds", 5, "terminationGracePeriodSeconds of spec.trainer is 5: a drained"),
@@ -672,3 +684,12 @@ def test_flags_of_the_command_of_a_manifest_are_checked_as_before_it_is_written(
         assert message in said
     else:
         assert not message
+
+
+def test_a_job_without_pods_is_refused():
+    job = next(iter(documents("jobset")))
+    for count in ("parallelism", "completions"):
+        edit(job, "jobset", f"job {count}", 0)
+    edit(job, "jobset", "main env JAX_NUM_PROCESSES value", "0")
+    with pytest.raises(ValueError, match=r"parallelism of spec\.replicatedJobs\.0 must be the num"):
+        check_manifests([job])

@@ -131,6 +131,7 @@ def test_each_object_must_have_what_its_schema_requires():
         ("jobset", "metadata labels kueue.x-k8s.io/queue-name", "re search",
          "queue-name must be lower-case letters, digits, - and ., at most 63 long; got 're search'. Correct it."),
         ("jobset", "metadata labels", {"my team": "a"}, "the name of a field of metadata.labels must be letters, digits, -,"),
+        ("service", "main livenessProbe httpGet scheme", "https", "scheme must be HTTP, HTTPS; got 'https'. Did you mean HTT"),
         ("service", "metadata labels", {"team": "a b"}, "metadata.labels.team must be letters, digits, -, _ and ., the firs"),
         ("jobset", "main image", "registry/a b", "image must be a container image, as in registry/name:tag, at most 253 lon"),
         ("jobset", "main name", "Train", "containers.0.name must be lower-case letters, digits and -, at most 63 long; got"),

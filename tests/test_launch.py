@@ -70,6 +70,30 @@ def test_each_run_has_a_token_of_its_own(launch):
     assert said[0] != said[1]
 
 
+@pytest.mark.parametrize(("code", "follows"), [(2, 2), (1, 70)])
+def test_one_whose_error_the_others_follow_before_it_ends_is_shown_and_gives_the_code(
+    launch, capfd, code, follows
+):
+    work = launch(
+        f"if me == 1: time.sleep(1.5); print('x must be y', flush=True); sys.exit({code})\n"
+        "print('error: another process of the run is gone: process 1 of 3 has left', flush=True)\n"
+        f"sys.exit({follows})"
+    )
+    assert run(work) == code
+    told = capfd.readouterr().err
+    assert "x must be y" in told
+    assert f"launch: process 1 of 3 ended first (exit code {code}: " in told
+
+
+def test_of_a_large_log_the_end_is_read_alone(launch, capfd, monkeypatch):
+    monkeypatch.setattr("jaxpar.runtime.launch.BYTES_READ", 100)
+    work = launch("print('y' * 1000 + '\\nat its end', flush=True)\nsys.exit(3 * me)", 2)
+    assert run(work) == 3
+    told = capfd.readouterr().err
+    assert "at its end" in told
+    assert told.count("y") < 100
+
+
 def test_one_that_fails_takes_the_others_down_and_is_shown_last(launch, capfd):
     work = launch(
         "if me == 1: raise RuntimeError('out of luck')\n"

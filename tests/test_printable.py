@@ -13,7 +13,8 @@ from jaxpar.checkpoint.restore import check_arrays_match, check_config
 from jaxpar.commands.runs import read_curve
 from jaxpar.models import trained_linear
 from jaxpar.run.messages import say, stop
-from jaxpar.runtime.output import printable, printable_lines
+from jaxpar.runtime.output import printable, printable_lines, seconds_shown
+from tests.support.waiting import wait_until
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J"
 
@@ -117,3 +118,21 @@ def test_a_job_that_an_encoding_cannot_hold_is_refused_and_not_written_otherwise
     assert "must have the characters of its encoding, latin-1; got \u8dd1. Set PYTHONUTF8=1" in (
         capsys.readouterr().err
     )
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_long_search_shows_its_seconds_on_a_terminal_and_clears_them(monkeypatch):
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    with seconds_shown("searching for plans", every=0.01):
+        wait_until(lambda: "searching for plans: 0 s" in shown.getvalue())
+    assert shown.getvalue().endswith("\r\x1b[K"), "the line is gone"
+    for stream, every in ((Terminal(), 60), (io.StringIO(), 0)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with seconds_shown("searching for plans", every=every):
+            pass
+        assert stream.getvalue() == ""

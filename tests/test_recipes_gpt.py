@@ -350,6 +350,23 @@ def test_all_processes_know_that_the_first_cannot_note_what_it_writes(
     assert process == 1 or "save_hf.json': the model was not written" in capsys.readouterr().err
 
 
+def test_an_error_of_any_kind_of_the_first_process_is_told_to_those_that_wait_for_it(
+    tmp_path, monkeypatch
+):
+    """As where the note of what it wrote is damaged."""
+    told = []
+
+    def begin(saves):
+        raise ValueError("a note must be JSON; got {. Remove it.")
+
+    monkeypatch.setattr(SaveFolder, "_begin", begin)
+    monkeypatch.setattr(save_folder, "exchange", lambda *it: told.append(it) or [it[1]])
+    new = gpt.Config.of(out_dir=tmp_path, steps=4).common
+    with pytest.raises(save_folder.NotBegunError, match="a note must be JSON"):
+        SaveFolder(tmp_path / "hf", new).begin()
+    assert dict(told)["model to begin"] == ("a note must be JSON; got {. Remove it",)
+
+
 def test_one_run_at_a_time_claims_the_folder_of_its_model(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(leases, "PATIENCE_SECONDS", 0.0)
     held, common = tmp_path / "held", gpt.Config.of(out_dir=tmp_path / "a", steps=4).common

@@ -156,6 +156,17 @@ def test_a_recipe_learns_the_completions_of_a_table_and_refuses_a_file_of_other_
     )
 
 
+def test_a_metric_of_experts_is_one_of_models_with_experts_alone(checked, tmp_path):
+    (tmp_path / "a.txt").write_text("the cat sat on the mat\n" * 300)
+    given = ("--data", str(tmp_path / "a.txt"), "--checkpoint-every", "50", "--keep-best")
+    rule = "--keep-best must name a metric of the run"
+    others = "Choose from test_loss, or loss, grad_norm, learning_rate, skipped."
+    for name in ("dropped_experts", "-balance_loss"):
+        assert f"{rule}; got {name.removeprefix('-')}. {others}" in checked(*given, name)
+        gpt.check_keep_best(gpt.Config.of(keep_best=name), has_routing=True)
+    assert checked(*given, "grad_norm") is None
+
+
 def test_only_answers_are_targets(folder):
     flags = gpt.Config.of(
         data=(folder / "chat.jsonl",),
@@ -278,6 +289,16 @@ def test_a_single_example_of_which_both_pieces_fit_is_learned(tmp_path):
             "chosen": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}],
             "rejected": [],
         },
+        {
+            "prompt": [{"role": "user", "content": "a?"}],
+            "chosen": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}],
+            "rejected": [],
+        },
+        {
+            "system": "of s",
+            "chosen": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}],
+            "rejected": [],
+        },
     ],
 )
 def test_preferences_are_told_that_they_are_not_trained_and_how_to_learn_the_chosen(preferred):
@@ -286,8 +307,48 @@ def test_preferences_are_told_that_they_are_not_trained_and_how_to_learn_the_cho
     old, new = re.search(r'rename "(\w+)" to "(\w+)"', str(refused.value)).groups()
     renamed = {name: value for name, value in preferred.items() if name != old}
     learned, _ = as_learned(renamed | {new: preferred[old]}, has_chat_template=True)
-    assert "b" in str(learned)
+    for text in ("a?", "b", preferred.get("system", "")):
+        assert text in str(learned)
+    assert str(learned).count("a?") == 1
     assert "c" not in str(learned.get("completion", ""))
+
+
+@pytest.mark.parametrize(
+    ("preferred", "told"),
+    [
+        ({"prompt": "a?"}, 'write "prompt" as the first message of "chosen", and '),
+        ({"question": "a?", "id": "c"}, 'write "question" as the first message of "chosen", and '),
+        (
+            {"system": "of s", "question": "a?", "context": "of c"},
+            'write "system" and "question" and "context" as the first messages of "chosen", and ',
+        ),
+        ({}, 'write what is answered as the first message of "chosen", and '),
+    ],
+)
+def test_what_chosen_messages_answer_is_written_before_them(preferred, told):
+    chosen = [{"role": "assistant", "content": "b"}]
+    example = {**preferred, "chosen": chosen, "rejected": []}
+    with pytest.raises(ValueError, match=rf'answers alone, {told}.*rename "chosen" to "messages"'):
+        kind_of(example)
+    texts = [preferred[name] for name in re.findall(r'"(\w+)"', told) if name in preferred]
+    first = [{"role": "user", "content": text} for text in texts or ["a?"]]
+    with pytest.raises(ValueError, match='answers alone, rename "chosen" to "messages"\\.'):
+        kind_of(example | {"chosen": [*first, *chosen]})
+
+
+@pytest.mark.parametrize(
+    ("preferred", "told"),
+    [
+        (
+            {"prompt": [{"role": "user", "content": "a?"}], "chosen": "b"},
+            'write "chosen" as a list with a message of the assistant, and rename it to "completion"',
+        ),
+        ({"prompt": "a?", "chosen": {"text": "b"}}, "write each example with these fields: str"),
+    ],
+)
+def test_answers_of_another_kind_than_their_prompt_are_not_renamed_alone(preferred, told):
+    with pytest.raises(ValueError, match=f"to learn the chosen answers alone, {told}"):
+        kind_of(preferred | {"rejected": "c"})
 
 
 NO_KIND = [
@@ -299,7 +360,12 @@ NO_KIND = [
     {"question": "a?", "answer": "b", "passages": [{"title": "c", "text": "d"}]},
     {"question": "a?", "answer": "b", "history": [{"role": "user", "content": "c"}]},
     {"question": "a?", "answer": "b", "context": "of c"},
-    {"system": "c", "question": "a?", "chosen": "b", "rejected": "d"},
+    {"instruction": "a?", "context": "of c", "response": "b", "category": "closed_qa"},
+    {"system": "of s", "question": "a?", "chosen": "b", "rejected": "d"},
+    {"system": "of s", "prompt": "a?", "chosen": "b", "rejected": "d"},
+    {"instruction": "a?", "input": "of c", "chosen": "b", "rejected": "d"},
+    {"question": "a?", "chosen": "b", "rejected": "d"},
+    {"system": "of s", "question": "a?", "answer": "b", "context": "of c"},
 ]
 
 
@@ -316,12 +382,41 @@ def test_what_an_error_of_fields_says_to_rename_is_learned_as_it_was_meant(examp
         assert learned["completion"] == "b"
         assert "a?" in learned["prompt"]
         assert ("of c" in learned["prompt"]) == ("of c" in example.values())
+        in_chat, _ = as_learned(renamed, has_chat_template=True)
+        told = {name: text for name, text in example.items() if isinstance(text, str)}
+        told = {name: text for name, text in told.items() if name not in ("rejected", "category")}
+        for text in told.values():
+            assert text in str(in_chat), "a text of the row is not learned"
+
+
+def test_examples_in_a_list_of_one_object_are_told_where_to_write_them_and_what_to_rename():
+    with pytest.raises(
+        ValueError, match=r'"data" on a line of its own, in a .jsonl; there rename "q'
+    ):
+        kind_of({"version": 1, "data": [{"question": "a?", "answer": "b"}]})
 
 
 def test_messages_beside_a_prompt_of_messages_are_its_completion():
     turns = {"prompt": [{"role": "user"}], "response": [{"role": "assistant"}]}
     with pytest.raises(ValueError, match='Rename "response" to "completion"\\.'):
         kind_of(turns)
+
+
+@pytest.mark.parametrize(
+    ("example", "remedy"),
+    [
+        ({"prompt": "a?"}, 'Write "prompt" as the first message of "response", and rename '),
+        ({"system": "of s"}, 'Write "system" as the first message of "response", and rename '),
+        ({}, 'Write what is answered as the first message of "response", and rename '),
+    ],
+)
+def test_messages_of_another_name_keep_what_they_answer(example, remedy):
+    answer = {"role": "assistant", "content": "b"}
+    with pytest.raises(ValueError, match=f'{remedy}"response" to "messages"\\.'):
+        kind_of(example | {"response": [answer]})
+    asked = [{"role": "user", "content": text} for text in [*example.values()] or ["a?"]]
+    with pytest.raises(ValueError, match='Rename "response" to "messages"\\.'):
+        kind_of(example | {"response": [*asked, answer]})
 
 
 def test_an_answer_that_is_no_string_has_no_other_name():
@@ -545,6 +640,36 @@ def test_rows_of_files_named_for_it_are_held_out_and_a_record_without_tokens_is_
         match=r'must have "input_ids", a list of integers; .* It is record 2 of .*test.parquet',
     ):
         language_data.make_rows(flags.data, language_data.load_data(flags.data), 256)
+
+
+def test_the_loss_of_frequencies_is_that_of_the_weighted_data(tmp_path):
+    for name, first, count in (("a", 0, 4000), ("b", 50, 1000)):
+        tokens = np.arange(count, dtype=np.uint16) % 50 + first
+        tokens.tofile(tmp_path / f"{name}.bin")
+    paths = tmp_path / "a.bin", tmp_path / "b.bin"
+
+    def loss_of(shares):
+        counts = np.array(shares) * 4500 / 50 + 1  # of each of 50 tokens of a source
+        return -np.log(counts / 4600) @ [0.8, 0.2]
+
+    for weights, shares in (((), (0.8, 0.2)), ((1, 3), (0.25, 0.75))):
+        flags = gpt.Config.of(data=paths, data_weights=weights, seq=16)
+        data = language_data.load_data(flags.data)
+        assert data.unigram_loss == pytest.approx(loss_of(shares))
+
+
+def test_the_frequencies_of_short_records_are_those_of_many(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    tokens = np.random.default_rng(0).integers(500, size=(4000, 4)).tolist()
+    parquet.write_table(pyarrow.table({"input_ids": tokens}), tmp_path / "a.parquet")
+    data = language_data.load_data(gpt.Config.of(data=(tmp_path / "a.parquet",), seq=16).data)
+    assert 6.2 < data.unigram_loss < 6.3, "about log 500"
+    (part,) = data.parts
+    train, test = part.learned()
+    assert train.num_tokens + test.num_tokens == 3 * 4000 == sum(map(len, train.parts + test.parts))
+    assert train.share_of_row == 3 / 16
 
 
 def test_files_that_are_not_read_or_not_held_out_are_told(tmp_path, capsys):

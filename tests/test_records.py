@@ -152,6 +152,15 @@ def test_labels_and_documents_are_optional_and_no_target_crosses_a_document():
     assert rows["segments"].tolist() == [[0, 0, 3, 3], [0, 0, 0, 4], [0, 0, 1, 4]]
 
 
+def test_fields_of_a_record_that_are_null_are_left_out():
+    record, names = {"input_ids": [1, 2, 3]}, ("labels", "targets", "segment_ids", "attention_mask")
+    with_nulls = record | dict.fromkeys(names)
+    rows = RecordRows([record, with_nulls], 4, vocab_size=VOCAB)
+    rows.check()
+    assert all(np.array_equal(*column) for column in rows.take(np.arange(2)).values())
+    assert tokens_of([with_nulls], 0).tolist() == [1, 2, 3]
+
+
 def test_padding_that_a_mask_names_is_left_out_before_and_after_the_tokens():
     source = [
         {"input_ids": [1, 2, 3, 0, 0, 0, 0], "attention_mask": [1, 1, 1, 0, 0, 0, 0]},
@@ -259,10 +268,20 @@ def test_files_that_cannot_be_used_are_refused(tmp_path):
     [
         (
             {"input_ids": [1, 2], "labels": [-100, -100]},
-            "must have labels to learn; got -100 alone",
+            "must have labels to learn, of tokens that are no padding; got -100 alone there",
         ),
-        ({"input_ids": [1, 2], "labels": [5, -100]}, "must have labels to learn; got -100 alone"),
-        ({"input_ids": [1, 2], "targets": [-100, -100]}, "must have labels to learn; got -100 al"),
+        (
+            {"input_ids": [1, 2], "labels": [5, -100]},
+            "must have labels to learn, .*; got -100 alone",
+        ),
+        (
+            {"input_ids": [1, 2], "targets": [-100, -100]},
+            "must have labels to learn, .*; got -100 a",
+        ),
+        (
+            {"labels": [-100, -100, 5, 5], "attention_mask": [1, 1, 0, 0]},
+            "must have labels to learn, of tokens that are no padding; got -100 alone there",
+        ),
         ({"segment_ids": [0, 1, 0, 1]}, "got segment_ids by which no token with a label follows"),
         (
             {"labels": [-100, -100, 7, -100], "segment_ids": [0, 0, 1, 1]},
@@ -276,6 +295,10 @@ def test_records_without_a_token_to_learn_are_refused_with_what_they_lack(record
     with pytest.raises(ValueError, match=rf"{message}.*\. The first is record 2\.$"):
         check(usual | record)
     if "segment_ids" in record:
+        unlearned = usual | {"labels": [IGNORED] * 4}
+        rows = RecordRows([unlearned, usual | record], SEQ, vocab_size=VOCAB)
+        with pytest.raises(ValueError, match=rf"{message}.*\. The first is record 2\.$"):
+            rows.check()
         labels = {name: value for name, value in record.items() if name == "labels"}
         check(usual | labels)
         check(usual | labels | {"segment_ids": [0, 0, 0, 1]})

@@ -11,7 +11,7 @@ import pytest
 from jaxpar.data.packing import Documents
 from jaxpar.run import evaluation, language_data
 from jaxpar.run.language_data import DataFlags
-from jaxpar.run.remarks import without_end
+from jaxpar.run.remarks import check_same_data, without_end
 from tests.support.texts import CHATML, write_tokenizer
 
 # As GLM's: a turn ends where the next begins.
@@ -57,6 +57,25 @@ def read(tmp_path, capsys):
         return capsys.readouterr().out, text
 
     return reading
+
+
+@pytest.mark.parametrize(
+    ("names", "checksums", "told"),
+    [
+        (
+            "b a",
+            "2 1",
+            r"in the same order; got --data b a, saved as a b\. Give them in that order",
+        ),
+        ("a b", "1 3", r"got --data a b, and other tokens than it had in b\. Give the files and"),
+        ("a b c", "1 2 3", r"got --data a b c, and other tokens than it had in c\. Give the files"),
+        ("a", "1", r"got --data a, which leaves out some of it\. Give all that it had, allow this"),
+    ],
+)
+def test_data_of_a_resume_that_differ_are_named_with_what_differs(names, checksums, told):
+    with pytest.raises(ValueError, match=told):
+        check_same_data(names.split(), checksums.split(), "1 and 2")
+    check_same_data(names.split(), checksums.split(), " and ".join(checksums.split()))
 
 
 def test_a_template_that_marks_no_end_of_a_turn_is_told_with_the_remedy(read, tmp_path):

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import shutil
+import socket
 import subprocess
 import threading
 from html.parser import HTMLParser
@@ -21,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar
 from jaxpar.__main__ import main as command
+from jaxpar.commands import runs
 from jaxpar.inspect.text import bytes_text
 from jaxpar.metrics.log import MetricsLog, read_metrics
 from jaxpar.report import ReportWriter, read_run, render_page, step_data, write_loads, write_page
@@ -699,8 +701,39 @@ def test_watch_writes_the_page_of_a_run_that_could_not(run, tmp_path, capsys):
     ],
 )
 def test_watch_refuses_what_it_cannot_serve(tmp_path, capsys, flags, told):
+    (tmp_path / "notes.txt").write_text("of something else")  # into an empty folder a run may come
     assert command(["watch", str(tmp_path), *flags]) == 2
     assert capsys.readouterr().err.startswith(f"error: {told}")
+
+
+@pytest.mark.parametrize(("is_there", "what"), [(False, "does not exist"), (True, "is empty")])
+def test_watch_waits_for_a_run_that_has_not_begun(monkeypatch, tmp_path, capsys, is_there, what):
+    folder = tmp_path / "run"
+    if is_there:
+        folder.mkdir()
+
+    def begin(_):
+        assert not folder.is_dir() or not any(folder.iterdir()), "the folder is left as it is"
+        (folder / ".lease").mkdir(parents=True)
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    monkeypatch.setattr(runs.time, "sleep", begin)
+    monkeypatch.setattr(RunServer, "serve_forever", lambda self: self.live())
+    assert command(["watch", str(folder), "--port", str(port)]) == 0
+    out, err = capsys.readouterr()
+    told = f"{folder} {what}: its report is served once a run begins there; Ctrl-C ends this"
+    assert told in err
+    assert out.startswith(f"{folder} at http://127.0.0.1:{port}/")
+
+
+@pytest.mark.parametrize("flags", [[], ["--out", "page.html"]])
+def test_watch_does_not_wait_for_what_cannot_be_a_run(tmp_path, capsys, flags):
+    file = tmp_path / "notes.txt"
+    file.write_text("no folder")
+    for path in (file, file / "run", *([tmp_path / "none"] if flags else [])):
+        assert command(["watch", str(path), *flags]) == 2
+        assert "a run must be a folder with a config.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [[], ["--out", "page.html"]])

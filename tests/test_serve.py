@@ -31,8 +31,9 @@ from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.checkpoint.restore import DeletedError
 from jaxpar.data.text import ByteTokenizer
 from jaxpar.models import mlp, trained_linear, transformer
-from jaxpar.serve import open_run, server
+from jaxpar.serve import open_run, openai_api, server
 from jaxpar.serve.app import App
+from jaxpar.serve.bodies import ChatBody
 from jaxpar.serve.language_model import GenerationRequest, LanguageModel, TextStream
 from jaxpar.serve.requests import RequestError, Settings, Worker, parse
 from tests.support import doc_pages, serving
@@ -309,9 +310,61 @@ def test_an_earlier_answer_is_taken_as_clients_keep_it(chat):
     assert said.index("a cat") < said.index(answer["content"]) < said.index("b"), said
     called = [*asked["messages"], answer | unset | {"tool_calls": [{"id": "x"}]}]
     assert (
-        "messages[1].tool_calls must be [] or null"
+        "messages[1].tool_calls[0] must have the field 'function'"
         in client.post(endpoint.path, asked | {"messages": called}).message
+    ), "calls of tools are taken, as their API has them"
+
+
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+}
+WITH_TOOLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.tool_call_id }}\n"
+    "{{ m.content | tojson if m.role == 'tool' else m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.WRITTEN }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def of_tools(content='{"degrees": 21}'):
+    return [
+        {"role": "user", "content": "how warm is it?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": content},
+    ]
+
+
+def asked_of(messages):
+    return ChatBody.model_validate({"model": "a", "messages": messages}).messages
+
+
+@pytest.mark.parametrize("written", ["arguments", "arguments.city"])
+def test_calls_of_tools_and_what_they_return_are_written_by_the_template(tmp_path, written):
+    folder = write_tokenizer(tmp_path / "a", template=WITH_TOOLS.replace("WRITTEN", written))
+    model = SimpleNamespace(tokenizer=jaxpar.huggingface.read_tokenizer(folder))
+    text = openai_api._conversation(model, asked_of(of_tools()))
+    assert ("Rome" if written.endswith("city") else '{"city": "Rome"}') in text
+    assert 'tool c1\n"{\\"degrees\\": 21}"<|im_end|>' in text, "a template may write its JSON"
+    assert text.endswith("<|im_start|>assistant\n")
+    others = of_tools()
+    others[0]["tool_calls"] = [CALL]
+    with pytest.raises(ValueError, match=r"got tool_calls in a message of the role 'user'\. Leave"):
+        openai_api._conversation(model, asked_of(others))
+
+
+def test_calls_of_tools_that_a_template_does_not_write_are_a_400(chat):
+    ask = lambda messages: chat[3].post(
+        "/v1/chat/completions", {"model": "tiny-chat", "messages": messages, "max_tokens": 1}
     )
+    found = ask(of_tools("21"))
+    assert (found.status, found.json["error"]["param"]) == (400, "messages")
+    assert (
+        'tool_calls need a chat template that writes them; got one without "tool_' in found.message
+    )
+    asked, _, told = of_tools("21")
+    assert ask([asked, told]).status == 200, "the role alone is the template's to write"
 
 
 def test_a_completion_ends_where_the_model_ends_a_text(chat, monkeypatch):
@@ -495,7 +548,7 @@ def test_fields_that_change_nothing_are_taken(gpt):
         ([], "messages must have at least 1 item; got []"),
         (
             [{"role": "cat", "content": "x"}],
-            "messages[0].role must be 'system', 'developer', 'user' or 'assistant'; got \"cat\". Give such as \"user\".",
+            "messages[0].role must be 'system', 'developer', 'user', 'assistant' or 'tool'; got \"cat\". Give such as \"user",
         ),
         ([{"role": "user"}], "messages[0] must have the field 'content'"),
         (

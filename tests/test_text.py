@@ -6,7 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar.data.text import Text, Windows, held_out, load_text, read_tokens, unigram_loss
+from jaxpar.data.text import (
+    Sample,
+    Text,
+    Windows,
+    held_out,
+    load_text,
+    mixed_unigram_loss,
+    read_tokens,
+    unigram_loss,
+)
 
 
 def write_llm_c(path, tokens, *, magic=20240520, version=1, count=None, dtype=np.uint16):
@@ -263,6 +272,23 @@ def test_the_loss_of_frequencies_is_that_on_other_tokens():
     assert unigram_loss(equal, []) == unigram_loss([], []) == 0, "of no tokens"
     cut = [np.array([0, 0, 1, 1])]
     assert unigram_loss(cut, cut, max_tokens=2) == 0
+
+
+def test_the_frequencies_are_those_of_all_sources_in_their_shares():
+    of_source = [np.tile(np.arange(first, first + 50), 40) for first in (0, 50)]
+    sources = [Sample([tokens], len(tokens)) for tokens in of_source]
+    limits = {"max_tokens": 1000}  # half of the first source
+    assert unigram_loss(of_source, of_source, **limits) == pytest.approx(np.log(100))
+    assert mixed_unigram_loss(sources, sources, **limits) == pytest.approx(np.log(100))
+    counts = np.array([750 / 50 + 1, 250 / 50 + 1]) / 1100
+    weighted = -np.log(counts).mean()
+    assert mixed_unigram_loss(sources, sources, weights=[3, 1], **limits) == pytest.approx(weighted)
+    half = [sources[0]._replace(share_of_row=1 / 3), sources[1]]
+    equal = mixed_unigram_loss(half, sources, weights=[3, 1], **limits)
+    assert equal == pytest.approx(np.log(100)), "a third of each row is learned, of three rows"
+    stands_for_more = [sources[0]._replace(num_tokens=6000), sources[1]]
+    held_out = mixed_unigram_loss(sources, stands_for_more, weights=[3, 1], **limits)
+    assert held_out == pytest.approx(-np.log(counts) @ [0.75, 0.25])
 
 
 # -- malicious files --------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import zlib
 import numpy as np
 import pytest
 
-from jaxpar.data import corpus
+from jaxpar.data import corpus, examples
 from jaxpar.data.corpus import default_cache, load_corpus, tokenise
 from jaxpar.data.examples import TEXT_BLOCK, place_text
 from jaxpar.data.readers import find_files, parse_json, read_records, unread_fields
@@ -614,6 +614,47 @@ def test_processes_at_once_get_the_same_whole_cache(tmp_path, monkeypatch, locks
     assert len(set(found)) == 1
     assert len(made) == 1 if locks else len(made) >= 1
     assert not any((tmp_path / "cache").glob("*.part"))
+
+
+def test_caches_are_made_again_where_examples_are_looked_through_for_more(tmp_path, monkeypatch):
+    remarks = {
+        name for name in vars(examples) if name.isupper() and isinstance(vars(examples)[name], str)
+    }
+    assert (corpus.LOOKED_FOR, remarks) == (
+        7,
+        {
+            *(
+                "EMPTY",
+                "EMPTY_TEXT",
+                "UNREADABLE",
+                "NOT_AN_ANSWER",
+                "UNANSWERED",
+                "JOINED",
+                "FURTHER",
+            )
+        },
+    ), "another remark takes another number, as older caches never tell it"
+    call = {"function": {"name": "f", "arguments": "{"}}
+    file = write_lines(tmp_path / "a.jsonl", said("a", content="b", tool_calls=[call]))
+    monkeypatch.setattr(examples, "_odd", lambda *args, **given: ())  # as an earlier version
+    monkeypatch.setattr(corpus, "LOOKED_FOR", 6)
+    read = lambda: tokenise([file], WordTokenizer(), tmp_path / "cache").remarks
+    assert read() == ()
+    monkeypatch.undo()
+    assert len(read()) == 1
+
+
+@pytest.mark.parametrize("column", ["tools", "tool_calls", "other"])
+def test_a_table_that_was_read_otherwise_has_another_digest(tmp_path, monkeypatch, column):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    [row] = [said("a", content="b") | {column: [{"name": "f"}]}]
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    digest = lambda: tokenise([tmp_path / "a.parquet"], WordTokenizer(), tmp_path / "cache").digest
+    now = digest()
+    monkeypatch.setattr(corpus, "_read_otherwise", lambda *args: "")
+    assert (digest() == now) == (column == "other")
 
 
 def test_the_cache_is_in_the_users_folder(monkeypatch, tmp_path):

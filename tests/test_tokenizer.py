@@ -189,14 +189,18 @@ def test_a_template_writes_the_tools_that_it_is_given(tmp_path):
     assert spans == tuple((a + len(begins), b + len(begins)) for a, b in of_plain)
 
 
-@pytest.mark.parametrize("form", ["listed", "in files"])
+@pytest.mark.parametrize("form", ["listed", "in files", "beside the settings", "beside a list"])
 def test_conversations_with_tools_are_written_by_the_template_for_them(tmp_path, form):
     for_tools = "{{ tools | tojson }}" + CHATML
     listed = [{"name": "tool_use", "template": for_tools}, {"name": "default", "template": CHATML}]
-    folder = write_tokenizer(tmp_path / "model", template=CHATML if form == "in files" else listed)
+    if form == "beside a list":  # whose template of this name the file replaces
+        listed[0]["template"] = "no"
+    is_listed = form in ("listed", "beside a list")
+    folder = write_tokenizer(tmp_path / "model", template=listed if is_listed else CHATML)
     before = read_tokenizer(write_tokenizer(tmp_path / "other", template=CHATML)).fingerprint()
     if form == "in files":
         (folder / "chat_template.jinja").write_text(CHATML)
+    if form != "listed":
         (folder / "additional_chat_templates").mkdir()
         (folder / "additional_chat_templates" / "tool_use.jinja").write_text(for_tools)
         copy_files(folder, tmp_path / "other")
@@ -215,6 +219,7 @@ def test_a_template_for_tools_alone_writes_no_other_conversations(tmp_path):
     listed = [{"name": "tool_use", "template": "{{ tools | tojson }}" + CHATML}, {"name": ["x"]}]
     own = read_tokenizer(write_tokenizer(tmp_path / "model", template=listed))
     assert own.render(CHAT[:3], tools=[{"name": "add"}])[0].startswith('[{"name": "add"}]')
+    assert not own.has_chat_template, "rows of Alpaca, which have no tools, are prompts then"
     with pytest.raises(ValueError, match=r"got tool_use alone, which is for tools, in .*Add chat_"):
         own.render(CHAT[:3])
 
@@ -369,8 +374,25 @@ def test_an_empty_template_is_none(tmp_path):
 
 def test_messages_with_the_marks_of_answers_are_refused(tmp_path):
     own = read_tokenizer(write_tokenizer(tmp_path / "model", template=MARKED))
-    with pytest.raises(ValueError, match=r"no noncharacters of Unicode; got U\+FDD0 or U\+FDD1"):
-        own.render([*CHAT, {"role": "assistant", "content": f"a{chat_template.END}b"}])
+    marked = f"a{chat_template.END}b"
+    call = {"function": {"name": "f", "arguments": {marked: 1}}}
+    for name, answer, tools in (
+        ("messages", {"content": marked}, None),
+        ("messages", {"content": "a", "tool_calls": [call]}, None),
+        ("tools", {"content": "a"}, [{"name": marked}]),
+    ):
+        rule = rf"{name} must have no noncharacters of Unicode; got U\+FDD0 or U\+FDD1\. Remove"
+        with pytest.raises(ValueError, match=rule):
+            own.render([*CHAT, {"role": "assistant", **answer}], tools=tools)
+
+
+def test_the_escapes_of_the_marks_are_plain_text(tmp_path):
+    own = read_tokenizer(write_tokenizer(tmp_path / "model", template=MARKED))
+    asked = {"role": "user", "content": r"what is '\ufdd0' in Python?"}
+    answer = {"role": "assistant", "content": r"'\ufdd1' comes after '\ufdd0'"}
+    text, [(start, end)] = own.render([asked, answer])
+    assert asked["content"] in text
+    assert answer["content"] in text[start:end]
 
 
 def with_dropout(folder):

@@ -238,15 +238,22 @@ def remove(path: Path, *, must: bool = True) -> None:
 # -- files --------------------------------------------------------------------------------------------------------------
 
 
+def _refuse_unread(error: OSError) -> None:
+    """Raises the error of a folder that this user may not read, whose files would seem to be missing."""
+    if isinstance(error, PermissionError):
+        raise error
+
+
 def list_files(folder: Path) -> list[str]:
     """Returns the relative paths of all files under a folder, sorted, except the files that systems leave there.
 
     Raises:
         ValueError: There is a link, or an entry that is neither a file nor a folder. A checkpoint has none, and a link could
             lead out of it.
+        PermissionError: This user may not read a folder.
     """
     found = []
-    for here, folders, files in os.walk(folder):
+    for here, folders, files in os.walk(folder, onerror=_refuse_unread):
         folders[:], files = (
             [name for name in each if not OF_THE_SYSTEM.fullmatch(name)]
             for each in (folders, files)

@@ -60,8 +60,10 @@ def parameter_server(
     """
     size = group_size(axis)
     if not 1 <= num_servers <= size:
+        nearest = 1 if num_servers < 1 else size
         raise ValueError(
-            f"num_servers must be from 1 to the size of the axis; got num_servers={num_servers}, {axis}={size}. Choose fewer."
+            f"num_servers must be from 1 to the size of the axis; got num_servers={num_servers}, {axis}={size}. Choose "
+            f"{nearest}, say."
         )
     vector, restore = ravel_pytree(tree)
     parts = _in_parts(vector, num_servers)

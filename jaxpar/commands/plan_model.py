@@ -98,6 +98,7 @@ def planned_model(flags: Any) -> PlannedModel:
         found = _of_module(named)
         if isinstance(found, ModelShape):
             _check_unused(flags)
+            found = dataclasses.replace(found, remake=None)  # its flags are refused
             return PlannedModel(named, found, found, run={"own_model": named})
         own = {"own_model": named, "dtype": jnp.dtype(found.compute_dtype).name}
         return _of_config(flags, found, None, own)

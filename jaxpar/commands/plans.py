@@ -25,7 +25,7 @@ from jaxpar.planner.compiled import compile_choice
 from jaxpar.planner.plans import SETTINGS
 from jaxpar.plot import plot_memory, plot_placement, plot_step_time
 from jaxpar.report import plan_data, write_page
-from jaxpar.runtime.output import tell
+from jaxpar.runtime.output import seconds_shown, tell
 
 # Flags of the search itself, beside the settings of the plans.
 SEARCHED = ("batch_size", "executor", "memory_headroom", "top")
@@ -75,7 +75,8 @@ def _search(
         Assumptions(flags.compute_efficiency, flags.network_efficiency),
     )
     wanted = {name: getattr(flags, name) for name in names} | {"remat": remat}
-    plans = search(model.shape, machines, assumed=assumed, **wanted)
+    with seconds_shown("searching for plans"):
+        plans = search(model.shape, machines, assumed=assumed, **wanted)
     compiled = (
         _compile(plans[: flags.compile_], model.to_compile, machines) if flags.compile_ else {}
     )

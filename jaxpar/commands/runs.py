@@ -3,6 +3,7 @@
 Each imports what it needs when it is called: `launch` nothing of JAX, and only `serve` the packages of its extra.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from jaxpar.serve.open_run import ModelSettings
     from jaxpar.serve.requests import Settings
 
+LOOK_SECONDS = 1.0  # between two looks for a run that has not begun
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 
 
@@ -125,7 +127,7 @@ def watch_run(
     """Serves the report of a run, live while it trains; --out writes it to a file instead, as of now. Ctrl-C ends it.
 
     Args:
-        run: The run's folder: a recipe's --out-dir.
+        run: The run's folder: a recipe's --out-dir. It is waited for if no run has begun there.
         port: Port to serve at.
         address: Address to serve at; the default is reachable from this machine only, 0.0.0.0 from all. Anyone who reaches it
             can read the run's figures and settings.
@@ -157,6 +159,7 @@ def watch_run(
 def _serve_report(
     run: Path, port: int, address: str, seconds: float, allowed_hosts: Sequence[str]
 ) -> None:
+    from jaxpar.report.data import has_begun
     from jaxpar.report.server import RunServer
 
     try:
@@ -166,9 +169,16 @@ def _serve_report(
             f"--address and --port must be free on this machine; got {with_port(address, port)} ({error.strerror}). Choose "
             "an address of this machine, or another port."
         ) from error
-    print(f"{run} at http://{with_port(address, port)}/, until Ctrl-C", flush=True)
     with server:
         try:
+            if not has_begun(run):
+                what = "is empty" if run.is_dir() else "does not exist"
+                tell(
+                    f"{run} {what}: its report is served once a run begins there; Ctrl-C ends this"
+                )
+            while not has_begun(run):
+                time.sleep(LOOK_SECONDS)
+            print(f"{run} at http://{with_port(address, port)}/, until Ctrl-C", flush=True)
             server.serve_forever()
         except KeyboardInterrupt:
             print()

@@ -42,7 +42,7 @@ from jaxpar.runtime.output import FULL, fsync, printable, refusing
 FORMAT = "jaxpar tokens 2"
 MANIFEST, TOKENS, LEARNED, DOCUMENTS = "manifest.json", "tokens.bin", "learned.bin", "documents.npy"
 END, FILE, LINE, CHECKSUM = range(4)  # the columns of documents.npy
-LOOKED_FOR = 6  # raised when examples are looked through for more: caches whose remarks lack it are made again
+LOOKED_FOR = 7  # raised when examples are looked through for more: caches whose remarks lack it are made again
 PASSAGES_AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**23  # that are tokenised at once, whichever is fewer
 
 
@@ -244,24 +244,29 @@ def _digest(files: Sequence[Path], tokenizer: Tokenizer) -> str:
             form = (
                 " examples" if format_of(file) in SNIFFED and is_records(file) else ""
             )  # else text
-            with_or_without = (True, False)
-            takes_calls = any(
-                tokenizer.uses("tool_calls", has_tools=tools) for tools in with_or_without
-            )
-            if takes_calls and _mentions_calls(content):
-                form += " calls"  # whose arguments were strings in strings before
+            form += _read_otherwise(file, content, tokenizer)
             whole.update(
                 f"{format_of(file)}{form} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode()
             )
     return whole.hexdigest()
 
 
-def _mentions_calls(content: BinaryIO) -> bool:
-    """Returns whether the bytes of a file name calls of tools."""
+def _read_otherwise(file: Path, content: BinaryIO, tokenizer: Tokenizer) -> str:
+    """Returns what a digest has of a file whose calls of tools, or tools, had other tokens in earlier caches."""
+    is_parquet, either = format_of(file) == ".parquet", (True, False)
+    takes = lambda name: any(tokenizer.uses(name, has_tools=tools) for tools in either)
+    has_calls = takes("tool_calls") and _mentions(content, b"tool_calls")
+    has_tools = is_parquet and takes("tools") and _mentions(content, b"tools")
+    # Arguments were strings in strings; in Parquet tools were left out, and nulls stood for keys of other rows.
+    return " calls" * has_calls + " keys" * (is_parquet and (has_calls or has_tools))
+
+
+def _mentions(content: BinaryIO, name: bytes) -> bool:
+    """Returns whether the bytes of a file have this name."""
     if os.fstat(content.fileno()).st_size == 0:  # which mmap refuses
         return False
     with mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return data.find(b"tool_calls") >= 0
+        return data.find(name) >= 0
 
 
 @contextlib.contextmanager

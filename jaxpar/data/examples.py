@@ -12,7 +12,7 @@ Other fields are ignored, and named by ``ignored``. A .json, .csv or .tsv withou
 
 import codecs
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxpar import fields
 from jaxpar.data.forms import as_learned, kind_of
+from jaxpar.data.left_out import roles_left_out
 from jaxpar.data.readers import (
     UTF_16,
     is_of_lines,
@@ -157,7 +158,7 @@ class Examples:
     def _tools(self, given: Any) -> list[Any] | None:
         """Returns the tools that an example lists, for a template that writes them."""
         if given is not None and not self.tokenizer.uses("tools", has_tools=True):
-            self.ignored.add("tools")
+            self.ignored.update(["tools"] if given else [])
             return None
         return check_tools(given)
 
@@ -181,7 +182,7 @@ class Examples:
         )
         self.note(self._special_in([message["content"] for message in messages]), place)
         if takes_calls and self._reads_arguments(tools):
-            messages = [_with_arguments_read(message) for message in messages]
+            messages = [with_arguments_read(message) for message in messages]
         text, spans = self.tokenizer.render(messages, tools=tools)
         self.note(_left_out(messages, text), place)
         answers = [
@@ -196,26 +197,10 @@ class Examples:
         if (
             bool(tools) not in self._as_objects
         ):  # as conversations with tools may have a template of their own
-            self._as_objects[bool(tools)] = self._takes_objects(tools)
+            self._as_objects[bool(tools)] = takes_objects(
+                partial(self.tokenizer.render, tools=tools)
+            )
         return self._as_objects[bool(tools)]
-
-    def _takes_objects(self, tools: list[Any] | None) -> bool:
-        as_text, as_object = '{"argument": "value"}', {"argument": "value"}
-
-        def written(arguments: Any) -> str | None:
-            call = {
-                "id": "1",
-                "type": "function",
-                "function": {"name": "f", "arguments": arguments},
-            }
-            answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-            with suppress(ValueError):
-                messages = [{"role": "user", "content": "a"}, answer]
-                return self.tokenizer.render(messages, tools=tools)[0]
-            return None
-
-        takes_text = as_text in (written(as_text) or "")
-        return not takes_text and written(as_object) is not None
 
     def _special_in(self, texts: Iterable[str]) -> set[str]:
         """Returns what to say of special tokens that somebody wrote in texts, where they are read as these tokens."""
@@ -276,7 +261,30 @@ def _reaches_over(ends: np.ndarray, border: int) -> bool:
     return at < len(ends) and (ends[at - 1] if at else 0) < border
 
 
-def _with_arguments_read(message: Mapping[str, Any]) -> dict[str, Any]:
+def takes_objects(render: Callable[[list[dict[str, Any]]], tuple[str, Any]]) -> bool:
+    """Returns whether a chat template takes arguments of calls as objects, not as strings of their JSON.
+
+    Args:
+        render: A tokenizer's ``render``, by the template of the conversations that are meant: those with tools may have one.
+    """
+    as_text, as_object = '{"argument": "value"}', {"argument": "value"}
+
+    def written(arguments: Any) -> str | None:
+        call = {
+            "id": "1",
+            "type": "function",
+            "function": {"name": "f", "arguments": arguments},
+        }
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        with suppress(ValueError):
+            return render([{"role": "user", "content": "a"}, answer])[0]
+        return None
+
+    takes_text = as_text in (written(as_text) or "")
+    return not takes_text and written(as_object) is not None
+
+
+def with_arguments_read(message: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a message whose calls of tools have as objects what they have as strings of JSON, as OpenAI has arguments."""
     found = copy.deepcopy(dict(message))
     for call in _calls(found):
@@ -313,28 +321,11 @@ def _odd(message: Mapping[str, Any], *, takes_calls: bool) -> Iterator[str]:
         yield UNREADABLE
 
 
-def roles_left_out(messages: Sequence[Mapping[str, Any]], text: str) -> list[str]:
-    """Returns the roles of messages that a conversation's text does not have as they are, but for spaces around them.
-
-    Each message needs a place of its own, which the longest ones take first: an answer may quote another message. Templates
-    order messages in their own way.
-    """
-    contents = [message["content"].strip() for message in messages]
-    left_out = set()
-    for at in sorted(range(len(contents)), key=lambda at: -len(contents[at])):
-        if contents[at] not in text:
-            left_out.add(at)
-        elif contents[at]:
-            text = text.replace(contents[at], "\0", 1)
-    return [message["role"] for at, message in enumerate(messages) if at in left_out]
-
-
 def _left_out(messages: Sequence[Mapping[str, Any]], text: str) -> set[str]:
     """Returns what to say of messages that a chat template did not write as they are, but for spaces around them."""
-    roles = set(roles_left_out(messages, text))
     return {
-        f"a message of the role {printable(repr(r))[:80]} that the chat template leaves out or cuts"
-        for r in roles
+        f"a message of the role {printable(repr(role))[:80]} that the chat template leaves out or cuts"
+        for role in roles_left_out(messages, text)
     }
 
 
@@ -490,8 +481,8 @@ def check_tools(tools: Any) -> list[Any] | None:
     Raises:
         ValueError: They are no list of objects, nor the JSON of one.
     """
-    found = tools
-    if isinstance(tools, str):
+    found = None if tools == "" else tools
+    if found and isinstance(tools, str):
         with suppress(ValueError):
             found = parse_json(tools.encode(), "tools")
     if found is not None and not (

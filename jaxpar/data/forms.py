@@ -20,27 +20,38 @@ OTHER_KINDS = (
     ("conversations",),
 )  # looked for where there is none of the above
 OPTIONAL = ("input", "system")  # of the others
-FIELDS = tuple(dict.fromkeys(name for kind in (*KINDS, *OTHER_KINDS, OPTIONAL) for name in kind))
+OF_MESSAGES = ("tools",)  # beside those that messages are made of
+FIELDS = tuple(
+    dict.fromkeys(name for kind in (*KINDS, *OTHER_KINDS, OPTIONAL, OF_MESSAGES) for name in kind)
+)
 ASKED = ("prompt", "instruction", "question", "query")  # usual names of strings
 ANSWERED = ("completion", "output", "response", "answer")
+CONTEXT = ("input", "context")
 ROLES = {"human": "user", "user": "user", "system": "system"}
 ROLES |= dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "assistant")
 NOT_BY_LINE = "A .jsonl has an object a line; if the file is one list of objects, name it .json."
 
 
 def kind_of(example: Any) -> tuple[str, ...]:
-    """Returns the fields by which an example is known; raises ValueError where it has none, or those of two kinds."""
+    """Returns the fields by which an example is known; raises ValueError where it has none, or those of two kinds.
+
+    A field that is null counts only where no kind has values in all its fields.
+    """
     if not isinstance(example, Mapping):
         remedy = NOT_BY_LINE if str(example).startswith("[{") else "Correct it."
         raise ValueError(
             f"an example must be an object with fields; got {fields.shown(example)}. {remedy}"
         )
+    given = {name for name, value in example.items() if value is not None}
     for kinds in (KINDS, OTHER_KINDS):
-        found = [kind for kind in kinds if set(kind) <= set(example)]
+        found = [kind for kind in kinds if set(kind) <= given]
         if len(found) == 1:
             return found[0]
         if found:
             raise ValueError(_of_several_kinds(found))
+    with_nulls = [kind for kind in (*KINDS, *OTHER_KINDS) if set(kind) <= set(example)]
+    if with_nulls:  # the value that is missing is named where it is read
+        return max(with_nulls, key=lambda kind: len(given & set(kind)))
     names = ", ".join(sorted(printable(str(name)) for name in example)) or "none"
     raise ValueError(
         'an example must have "text", or "prompt" and "completion", or "messages", or "instruction" and "output", or '
@@ -61,23 +72,21 @@ def _remedy(example: Mapping[str, Any]) -> str:
     if "input_ids" in example:
         return "Put records of tokens into a folder of their own."
     if {"chosen", "rejected"} <= set(example):
-        return (
-            "Preferences are not trained; to learn the chosen answers alone, rename "
-            f"{_renamed_of_chosen(example)}."
-        )
+        remedy = _remedy_of_chosen(example)
+        return f"Preferences are not trained; to learn the chosen answers alone, {remedy}."
     if renamed := _renamed(example):
         return f"Rename {renamed}."
     others = {name: value for name, value in example.items() if name not in FIELDS}
     for name, value in others.items():
         has_objects = isinstance(value, list) and value and isinstance(value[0], Mapping)
         first = value[0] if has_objects else {}
-        if "role" in first:
-            is_answer = isinstance(example.get("prompt"), list)
-            return f"Rename {_renaming([name], 'completion' if is_answer else 'messages')}."
-        if "from" in first:
-            return f'Rename {_shown(name)} to "conversations".'
+        if {"role", "from"} & set(first):
+            remedy = _remedy_of_turns(example, name)
+            return f"{remedy[0].upper()}{remedy[1:]}."
         if any(set(kind) <= set(first) for kind in (*KINDS, *OTHER_KINDS)):
             return f"Write each object of {_shown(name)} on a line of its own, in a .jsonl."
+        if renamed := _renamed(first):
+            return f"Write each object of {_shown(name)} on a line of its own, in a .jsonl; there rename {renamed}."
     return "Write each example with these fields: strings, or a list of messages."
 
 
@@ -85,10 +94,10 @@ def _shown(name: object) -> str:
     return f'"{printable(str(name))}"'
 
 
-def _renamed(example: Mapping[str, Any]) -> str:
+def _renamed(example: Mapping[str, Any], answers: Sequence[str] = ANSWERED) -> str:
     """Returns the fields of a question and its answer, with the names under which they are learned; "" if it has none."""
     has = lambda names: [name for name in names if isinstance(example.get(name), str)]
-    asked, answered, context = has(ASKED), has(ANSWERED), has(("input", "context"))
+    asked, answered, context = has(ASKED), has(answers), has(CONTEXT)
     if not asked or not answered:
         return ""
     of_trl = {"prompt", "completion"} & {*asked, *answered}
@@ -105,20 +114,40 @@ def _renaming(names: Sequence[str], name: str) -> str:
     return f'{" or ".join(map(_shown, names))} to "{name}"'
 
 
-def _renamed_of_chosen(example: Mapping[str, Any]) -> str:
-    """Returns the better answer of a preference, and what was asked, with the names under which they are learned."""
-    asked = [name for name in ASKED if isinstance(example.get(name), str)]
-    if "prompt" in example or not asked or not isinstance(example["chosen"], str):
-        return _renaming(["chosen"], _name_of_chosen(example))
-    return f"{_renaming(asked, 'prompt')} and {_renaming(['chosen'], 'completion')}"
-
-
-def _name_of_chosen(example: Mapping[str, Any]) -> str:
-    """Returns the name under which the better answer of a preference is learned: it may begin with its prompt."""
+def _remedy_of_chosen(example: Mapping[str, Any]) -> str:
+    """Returns how the better answers of preferences are learned, with all that they answer."""
     prompt, chosen = example.get("prompt"), example["chosen"]
-    if prompt is not None and isinstance(prompt, list) == isinstance(chosen, list):
-        return "completion"
-    return "messages" if isinstance(chosen, list) else "text"
+    if isinstance(chosen, str):
+        if isinstance(prompt, list):
+            return 'write "chosen" as a list with a message of the assistant, and rename it to "completion"'
+        return f"rename {_renamed(example, ('chosen',)) or _renaming(['chosen'], 'text')}"
+    if not isinstance(chosen, list) or not all(isinstance(turn, Mapping) for turn in chosen):
+        return "write each example with these fields: strings, or a list of messages"
+    return _remedy_of_turns(example, "chosen")
+
+
+def _remedy_of_turns(example: Mapping[str, Any], name: str) -> str:
+    """Returns how the messages of a field are learned, before which texts of other fields may have to be written."""
+    turns, prompt = (
+        [turn for turn in example[name] if isinstance(turn, Mapping)],
+        example.get("prompt"),
+    )
+    is_sharegpt = any("from" in turn for turn in turns)
+    if isinstance(prompt, list) and not is_sharegpt and turns[: len(prompt)] != prompt:
+        return f"rename {_renaming([name], 'completion')}"
+    texts = [str(turn.get("value" if is_sharegpt else "content")) for turn in turns]
+    others = [*(() if is_sharegpt else ("system",)), *ASKED, *CONTEXT]
+    has_text = lambda field: isinstance(example.get(field), str) and example[field].strip()
+    is_told = lambda field: any(example[field].strip() in text for text in texts)
+    missing = [_shown(field) for field in others if has_text(field) and not is_told(field)]
+    roles = {ROLES.get(str(turn.get("from" if is_sharegpt else "role")).lower()) for turn in turns}
+    if roles == {"assistant"} and not missing:
+        missing = ["what is answered"]
+    rename = f"rename {_renaming([name], 'conversations' if is_sharegpt else 'messages')}"
+    if not missing:
+        return rename
+    first = ("first turn" if is_sharegpt else "first message") + "s" * (len(missing) > 1)
+    return f"write {' and '.join(missing)} as the {first} of {_shown(name)}, and {rename}"
 
 
 def as_learned(
@@ -146,7 +175,7 @@ def _as_learned(
 ) -> tuple[dict[str, Any], set[str]]:
     kind = kind_of(example)
     given = {name: value for name, value in example.items() if value is not None}
-    ignored = set(example) - set(kind)
+    ignored = set(given) - set(kind)
     if kind == ("conversations",):
         return {"messages": [*_system(given), *_messages(example["conversations"])]}, ignored - {
             "system"
@@ -209,17 +238,18 @@ def _messages(conversation: Any) -> list[Any]:
 
 
 def _message(turn: Mapping[str, Any]) -> Mapping[str, Any]:
-    if "from" not in turn:
-        return turn
+    given = {name: value for name, value in turn.items() if value is not None}
+    if "from" not in turn or ("from" not in given and "role" in given):
+        return given
     role, got = ROLES.get(str(turn["from"]).lower()), printable(repr(turn["from"]))[:80]
     if role is None:
         raise ValueError(
             f'"from" must be one of {", ".join(ROLES)}; got {got}. Rename it; give calls of tools and what they return as '
             '"messages" (docs/text.md), or remove the example.'
         )
-    if all(turn.get(name) is None for name in ("value", "content", "tool_calls")):
+    if not {"value", "content", "tool_calls"} & set(given):
         raise ValueError(
             f'each turn must have a "value"; got one from {got} without it. Correct it.'
         )
-    others = {name: value for name, value in turn.items() if name not in ("from", "value")}
-    return {"role": role, "content": turn.get("value"), **others}
+    others = {name: value for name, value in given.items() if name not in ("from", "value")}
+    return {"role": role, "content": given.get("value"), **others}

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxpar.data.batches import RowSource, check_vocabulary, round_up
 from jaxpar.data.checksums import checksum
+from jaxpar.data.text import Sample
 from jaxpar.fields import arg, check_at_least, check_one_of, check_positive
 
 IGNORED = -100  # the label that jaxpar.losses.softmax_cross_entropy ignores
@@ -81,8 +82,8 @@ class Documents:
             return 0
         return int(np.argmax(self.learned[self.starts[index] : self.ends[index]] != 0))
 
-    def learned_tokens(self, most: int = 2**22) -> list[np.ndarray]:
-        """Returns the tokens that are learned, of the first documents up to about ``most`` tokens, in one part."""
+    def learned_sample(self, most: int = 2**22) -> Sample:
+        """Returns the tokens that are learned, of the first documents up to about ``most`` tokens."""
         found, left = [], most
         for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True):
             tokens = self.tokens[start:end]
@@ -92,7 +93,8 @@ class Documents:
             left -= len(found[-1])
             if left <= 0:
                 break
-        return [np.concatenate(found)]
+        share_of_row = self.num_targets / max(self.num_tokens, 1)
+        return Sample([np.concatenate(found)], self.num_targets, share_of_row)
 
 
 class PackedRows(RowSource):

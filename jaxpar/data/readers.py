@@ -100,7 +100,7 @@ def unread_fields(file: Path, read: Collection[str] = ()) -> set[str]:
         return set()
     with whole_parquet(file):
         names = import_parquet().read_schema(file).names
-    return set(names) - {*(read or (*FIELDS, "input_ids"))}
+    return set(names) - {*(read or _columns_read(names))}
 
 
 def is_of_lines(file: Path) -> bool:
@@ -214,21 +214,44 @@ def _read_csv(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _read_parquet(file: Path) -> Iterator[tuple[int, Any]]:
-    parquet, number, wanted = import_parquet(), 0, {*FIELDS, "input_ids"}
+    parquet, number = import_parquet(), 0
     with whole_parquet(lambda: f"{file}, after row {number}"):
         opened = parquet.ParquetFile(file)
-        names = [name for name in opened.schema_arrow.names if name in wanted] or None
-        for batch in opened.iter_batches(batch_size=1024, columns=names):
+        names = opened.schema_arrow.names
+        num_at_once = 1024 if _has_form(names) else 1  # for the first one is refused
+        for batch in opened.iter_batches(num_at_once, columns=_columns_read(names)):
             for row in batch.to_pylist():
                 number += 1
                 yield number, _without_nulls(row)
 
 
+def _columns_read(names: Sequence[str]) -> list[str]:
+    """Returns the columns that examples may have; if they are of no form, all columns, for a message to name them."""
+    if not _has_form(names):
+        return [*names]
+    return [name for name in names if name in FIELDS or name == "input_ids"]
+
+
+def _has_form(names: Collection[str]) -> bool:
+    """Returns whether there are all fields of a form among names."""
+    return any(set(kind) <= set(names) for kind in (*KINDS, *OTHER_KINDS, ("input_ids",)))
+
+
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a row that have values; all, for messages to name the null, if no form is left."""
-    given = {name: value for name, value in row.items() if value is not None}
-    has_form = any(set(kind) <= set(given) for kind in (*KINDS, *OTHER_KINDS, ("input_ids",)))
-    return given if has_form else row
+    """Returns a row without the nulls that stand in Parquet for what other rows have: fields, and keys of objects in them.
+
+    If no form is left, all fields stay, for messages to name the null.
+    """
+    given = _without_null_keys(row)
+    return given if _has_form(given) else row
+
+
+def _without_null_keys(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_null_keys(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _without_null_keys(each) for key, each in value.items() if each is not None}
+    return value
 
 
 def whole_parquet(place: object) -> AbstractContextManager[None]:

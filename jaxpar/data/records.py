@@ -14,14 +14,15 @@ process reads the rows that it is asked for and no others.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from jaxpar.data.batches import RowSource, check_vocabulary, locate
+from jaxpar.data.batches import BLOCK, RowSource, check_vocabulary, locate
 from jaxpar.data.checksums import checksum, checksum_of_files
 from jaxpar.data.packing import IGNORED, empty_rows
 from jaxpar.data.readers import (
@@ -33,11 +34,12 @@ from jaxpar.data.readers import (
     read_records,
     whole_parquet,
 )
-from jaxpar.data.text import held_out
+from jaxpar.data.text import Sample, held_out
 from jaxpar.fields import arg
 from jaxpar.runtime.output import printable
 
 NUM_CHECKED = 64  # records that are read before a run begins
+MOST_COUNTED = 2**20  # tokens of records whose frequencies are counted
 ROW_GROUP = 64  # rows of a group that write_rows writes
 GROUPS_KEPT = 64  # row groups that stay decoded
 COLUMNS = ("input_ids", "labels", "targets", "segment_ids", "attention_mask")
@@ -117,6 +119,7 @@ class RecordRows(RowSource):
     def _columns(self, record: Mapping[str, Any]) -> list[np.ndarray]:
         """Returns the tokens of a record that are given to the model, their targets and their documents."""
         check_has_tokens(record)
+        record = _given(record)
         last = "targets" if "targets" in record else "labels"
         defaults = {"labels": record["input_ids"], "segment_ids": [0] * len(record["input_ids"])}
         names = ("input_ids", last, "segment_ids")
@@ -143,21 +146,52 @@ class RecordRows(RowSource):
         chosen = self._spread()
         if (self.take(chosen)["targets"] != IGNORED).any():
             return
-        first = place_text(self._records, self._first, "The first")
-        if any(_has_labels(self._records[self._first + row]) for row in chosen.tolist()):
+        numbers = (self._first + chosen).tolist()
+        split = [number for number in numbers if _has_split_labels(self._records[number])]
+        first = place_text(self._records, (split or numbers)[0], "The first")
+        if split:
             raise ValueError(
                 "a label is learned from the token before it of the same segment; got segment_ids by which no token with a "
                 "label follows one of its own segment. Give the tokens of a document, which follow one another, one number, "
                 f"or leave segment_ids out. {first}"
             )
         raise ValueError(
-            f"records must have labels to learn; got -100 alone. Write them again. {first}"
+            "records must have labels to learn, of tokens that are no padding; got -100 alone there. Write them again. "
+            f"{first}"
         )
 
-    def learned_tokens(self) -> list[np.ndarray]:
-        """Returns the targets that are learned of the records that ``check`` reads, in one part; raises as ``take``."""
-        targets = self.take(self._spread())["targets"]
-        return [targets[targets != IGNORED]]
+    def learned_sample(self, most: int = MOST_COUNTED) -> Sample:
+        """Returns the targets that are learned in records spread over all.
+
+        Records beside one that cannot be used are left out, unless ``check`` reads it: it is told where a step reads it.
+
+        Args:
+            most: About the number of tokens to read, if those of the records that ``check`` reads are fewer.
+
+        Raises:
+            ValueError: One of the records that ``check`` reads cannot be used.
+        """
+        chosen = self._spread()
+        found, num_read = [self.take(chosen)["targets"]], len(chosen)
+        for rows in self._beside(chosen, most):
+            try:
+                found.append(self.take(rows)["targets"])
+            except ValueError:
+                continue
+            num_read += len(rows)
+        learned = [targets[targets != IGNORED] for targets in found]
+        of_record = sum(map(len, learned)) / num_read
+        return Sample(learned, of_record * len(self), of_record / self._seq)
+
+    def _beside(self, chosen: np.ndarray, most: int) -> Iterator[np.ndarray]:
+        """Yields the numbers of records that follow some others, which have about ``most`` tokens together, a few at a time."""
+        places = (self._first + chosen).tolist()
+        num_tokens = sum(len(self._records[place]["input_ids"]) for place in places)
+        run, at_a_time = most // max(num_tokens, 1), max(1, BLOCK // self._seq)
+        for start, after in pairwise([*chosen.tolist(), len(self)]):
+            end = min(start + run, after)
+            for first in range(start + 1, end, at_a_time):
+                yield np.arange(first, min(first + at_a_time, end))
 
     def checksum(self) -> str:
         """Returns a checksum of the records' files; of records from elsewhere, of as many as ``check`` reads."""
@@ -175,6 +209,7 @@ def tokens_of(records: RandomAccess, number: int) -> np.ndarray:
     record = records[number]
     try:
         check_has_tokens(record)
+        record = _given(record)
         tokens = _integers(record["input_ids"], "input_ids")
         return tokens[_tokens_alone(record, len(tokens))]
     except ValueError as error:
@@ -199,10 +234,18 @@ def check_has_tokens(record: Any) -> None:
         )
 
 
-def _has_labels(record: Mapping[str, Any]) -> bool:
-    """Returns whether tokens of a record without ``targets`` have labels to learn, whatever their segments."""
+def _given(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a record that are not null, as those of rows in Parquet that lack them are."""
+    return {name: value for name, value in record.items() if value is not None}
+
+
+def _has_split_labels(record: Mapping[str, Any]) -> bool:
+    """Returns whether only its ``segment_ids`` can keep the labels of a record from being learned."""
+    record = _given(record)
+    if "targets" in record or "segment_ids" not in record:
+        return False
     labels = _integers(record.get("labels", record["input_ids"]), "labels")
-    return "targets" not in record and bool((labels[1:] != IGNORED).any())
+    return bool((labels[_tokens_alone(record, len(labels))][1:] != IGNORED).any())
 
 
 def _integers(values: Any, name: str) -> np.ndarray:
@@ -220,7 +263,7 @@ def _tokens_alone(record: Mapping[str, Any], length: int) -> slice:
     Raises:
         ValueError: The mask has another length, or other numbers than 0 and 1, or parts the tokens.
     """
-    if record.get("attention_mask") is None:
+    if "attention_mask" not in record:
         return slice(length)
     mask = _integers(1 * np.asarray(record["attention_mask"]), "attention_mask")  # or bools
     places = np.flatnonzero(mask)

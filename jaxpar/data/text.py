@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from jaxpar.fields import arg, check_positive
 from jaxpar.runtime.output import needing_extra, printable
 
 BYTES = 256
+MOST_COUNTED = 10_000_000  # tokens whose frequencies are counted, of all sources together
 CHECKED_TOKENS = 2**20  # at each end of a part
 LEAST_WIDE = 64  # bytes of a .bin that is looked at for tokens of four bytes each
 MOST_WIDE = 2**20  # tokens at its beginning that are looked at
@@ -318,8 +319,22 @@ class Windows(RowSource):
         )
 
 
+class Sample(NamedTuple):
+    """Tokens of one source.
+
+    Attributes:
+        parts: The tokens.
+        num_tokens: The number of tokens for which they stand: that of the source, of which they may be a part.
+        share_of_row: The share of the tokens of a row that are learned.
+    """
+
+    parts: Sequence[np.ndarray]
+    num_tokens: float
+    share_of_row: float = 1.0
+
+
 def unigram_loss(
-    train: Sequence[np.ndarray], test: Sequence[np.ndarray], *, max_tokens: int = 10_000_000
+    train: Sequence[np.ndarray], test: Sequence[np.ndarray], *, max_tokens: int = MOST_COUNTED
 ) -> float:
     """Returns the loss on tokens held out, in nats a token, of a model that knows only how frequent tokens are in others.
 
@@ -330,24 +345,82 @@ def unigram_loss(
     Args:
         train: Tokens whose frequencies the model knows.
         test: Tokens that it predicts; of none the loss is 0.
-        max_tokens: The number of tokens of each to count, from the beginning.
+        max_tokens: The number of tokens of each to count, from the beginning of every part.
     """
-    (known, counts), (asked, times) = (_count(each, max_tokens) for each in (train, test))
+    of_train, of_test = (Sample(each, sum(map(len, each))) for each in (train, test))
+    return mixed_unigram_loss([of_train], [of_test], max_tokens=max_tokens)
+
+
+def mixed_unigram_loss(
+    train: Sequence[Sample],
+    test: Sequence[Sample],
+    *,
+    weights: Sequence[float] = (),
+    max_tokens: int = MOST_COUNTED,
+) -> float:
+    """Returns the loss of ``unigram_loss`` on tokens of several sources, all of which count by their numbers of tokens.
+
+    Args:
+        train: Tokens of each source whose frequencies the model knows.
+        test: Those that it predicts.
+        weights: The share of rows to learn from each source, in any unit; none: by their numbers of tokens.
+        max_tokens: The number of tokens of each to count; the sources share it.
+    """
+    in_train = [each.num_tokens for each in train]
+    if weights:
+        in_train = [weight * each.share_of_row for weight, each in zip(weights, train, strict=True)]
+    known, counts = _count(train, in_train, max_tokens)
+    asked, times = _count(test, [each.num_tokens for each in test], max_tokens)
     # Only of tokens that occur: a table up to 2**32 would take 32 GiB.
     vocabulary = np.union1d(known, asked)
-    weights = np.ones(len(vocabulary))
-    weights[np.searchsorted(vocabulary, known)] += counts
-    of_asked = weights[np.searchsorted(vocabulary, asked)]
-    losses = np.log(weights.sum() / of_asked)
-    return math.fsum(times * losses) / max(int(times.sum()), 1)
+    weights_of = np.ones(len(vocabulary))
+    weights_of[np.searchsorted(vocabulary, known)] += counts
+    of_asked = weights_of[np.searchsorted(vocabulary, asked)]
+    losses = np.log(weights_of.sum() / of_asked)
+    return math.fsum(times * losses) / (math.fsum(times) or 1)
 
 
-def _count(parts: Sequence[np.ndarray], max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens that occur among the first ``max_tokens``, in order, and the count of each."""
-    counted = [np.zeros(0, np.int64)]
-    for part in parts:
-        counted.append(part[: max_tokens - sum(map(len, counted))])
-    return np.unique(np.concatenate(counted), return_counts=True)
+def _count(
+    sources: Sequence[Sample], weights: Sequence[float], max_tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens that occur among ``max_tokens`` of all sources, in order, and the count of each in their mixture."""
+    lengths = [sum(map(len, source.parts)) for source in sources]
+    counted = []
+    for source, most in zip(sources, _shared(lengths, max_tokens), strict=True):
+        of_parts = [len(part) for part in source.parts]
+        limits = _shared(of_parts, most)
+        unique = [
+            np.unique(part[:limit], return_counts=True)
+            for part, limit in zip(source.parts, limits, strict=True)
+        ]
+        counted.append(_mixed(unique, of_parts))
+    return _mixed(counted, weights)
+
+
+def _shared(lengths: Sequence[int], most: int) -> list[int]:
+    """Returns how many of ``most`` each of some lengths gets: an equal share, and what the shorter ones leave."""
+    limits, left = [0] * len(lengths), most
+    ascending = sorted(range(len(lengths)), key=lengths.__getitem__)
+    for place, index in enumerate(ascending):
+        limits[index] = min(lengths[index], left // (len(lengths) - place))
+        left -= limits[index]
+    return limits
+
+
+def _mixed(
+    counted: Sequence[tuple[np.ndarray, np.ndarray]], weights: Sequence[float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens of all, in order, and their counts, of which each has the share that its weight says."""
+    pairs = zip(counted, weights, strict=True)
+    found = [(tokens, counts, weight) for (tokens, counts), weight in pairs if len(tokens)]
+    if not found:
+        return np.zeros(0, np.int64), np.zeros(0)
+    total = sum(counts.sum() for _, counts, _ in found)
+    of_all = math.fsum(weight for *_, weight in found)
+    scaled = [counts * (weight / of_all * total / counts.sum()) for _, counts, weight in found]
+    tokens = np.concatenate([tokens for tokens, *_ in found])
+    vocabulary, places = np.unique(tokens, return_inverse=True)
+    return vocabulary, np.bincount(places, weights=np.concatenate(scaled))
 
 
 class Tokenizer(ABC):

@@ -4,7 +4,9 @@
     additional_chat_templates/tool_use.jinja     one for conversations with tools
     tokenizer_config.json                        in older folders, the default one, or a list of several by name
 
-As in transformers, a conversation with tools is written by the one called ``tool_use``, if there is one.
+A file is read in place of the template of its name in ``tokenizer_config.json``, of whose list none is read beside
+``chat_template.jinja``. As in transformers, a conversation with tools is written by the one called ``tool_use``, if there is
+one.
 
 A template is a Jinja program, untrusted, and runs in Jinja's sandbox. What the assistant says is marked by
 ``{% generation %}`` in some templates. In others it is what a message of the assistant adds to the text of the messages before
@@ -14,7 +16,7 @@ it and the prompt for an answer, if the text of the first messages of a conversa
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
@@ -49,10 +51,7 @@ def read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
         ValueError: A file is too large, or leads out of the folder.
     """
     if (folder / TEMPLATE).exists():
-        found = {DEFAULT: _read(file_inside(folder, TEMPLATE))}
-        if (folder / FOR_TOOLS).exists():
-            name = Path(FOR_TOOLS)
-            found[TOOL_USE] = _read(file_inside(folder, name.name, under=str(name.parent)))
+        found: dict[str, Any] = {DEFAULT: _read(file_inside(folder, TEMPLATE))}
     else:
         listed = settings.get("chat_template")
         if isinstance(listed, list):  # several by name
@@ -60,6 +59,9 @@ def read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
             found = {str(each.get("name")): each.get("template") for each in named}
         else:
             found = {DEFAULT: listed}
+    if (folder / FOR_TOOLS).exists():
+        name = Path(FOR_TOOLS)
+        found[TOOL_USE] = _read(file_inside(folder, name.name, under=str(name.parent)))
     return {
         name: source
         for name in (DEFAULT, TOOL_USE)
@@ -104,10 +106,11 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None, ask: bool
     ) -> tuple[str, Spans]:
         """Returns a conversation as text, and the spans that the assistant says, as ``FolderTokenizer.render`` has it."""
-        if re.search(r"\\ufdd[01]", ascii(list(messages))):
-            raise ValueError(
-                "messages must have no noncharacters of Unicode; got U+FDD0 or U+FDD1. Remove them."
-            )
+        for name, given in (("messages", messages), ("tools", tools)):
+            if any(BEGIN in text or END in text for text in _texts(given)):
+                raise ValueError(
+                    f"{name} must have no noncharacters of Unicode; got U+FDD0 or U+FDD1. Remove them."
+                )
         text_of = partial(self._text, tools)
         text = text_of(messages, ask=ask)
         if ask:
@@ -204,6 +207,19 @@ class ChatTemplate:
             f"{got} to ask and {instead} for message {len(messages)} from the chat template of {self._folder}. "
             f"{remedy[0].upper()}{remedy[1:]}."
         )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yields all strings in messages, at any depth."""
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, Mapping):
+            left += [*each.keys(), *each.values()]
+        elif isinstance(each, Sequence):
+            left += each
 
 
 def _where_they_part(one: str, other: str) -> tuple[str, str]:

@@ -55,7 +55,7 @@ class FolderTokenizer(Tokenizer):
     Attributes:
         end: The token after a document; None: the folder names none.
         vocab_size: The number of tokens, with those added.
-        has_chat_template: Whether messages can be rendered.
+        has_chat_template: Whether messages can be rendered; a template for conversations with tools alone renders those.
         folder: The folder.
     """
 
@@ -84,7 +84,7 @@ class FolderTokenizer(Tokenizer):
             or "(?!)"
         )
         special = {name: _text_of(settings.get(name)) or "" for name in SPECIAL}
-        self.folder, self.has_chat_template = folder, bool(sources)
+        self.folder, self.has_chat_template = folder, DEFAULT in sources
         self._templates = {
             name: ChatTemplate(source, folder, special) for name, source in sources.items()
         }
@@ -174,7 +174,7 @@ class FolderTokenizer(Tokenizer):
         """
         template = self._template(has_tools=bool(tools))
         if template is None:
-            got = f"{TOOL_USE} alone, which is for tools," if self.has_chat_template else "none"
+            got = f"{TOOL_USE} alone, which is for tools," if self._templates else "none"
             raise ValueError(
                 f"messages need a chat template; got {got} in {self.folder}. Add {TEMPLATE}, or give prompt and completion."
             )

@@ -378,8 +378,18 @@ def check_grace(pods: Workload) -> None:
         )
 
 
+def check_num_pods(pods: Workload) -> None:
+    """Raises ValueError if a job has no pods: it would end as if it had trained."""
+    if pods.kind != "Deployment" and pods.num_pods == 0:
+        field = "numNodes" if pods.kind == "TrainJob" else "parallelism"
+        raise ValueError(
+            f"{field} of {pods.path} must be the number of processes, at least 1; got 0. Write their number, or suspend: true "
+            "in spec for a job that shall wait."
+        )
+
+
 def check_probes(containers: Sequence[Mapping[str, Any]], *, is_served: bool) -> None:
-    """Raises ValueError if a probe asks a port or a path that pods do not have: none would become ready.
+    """Raises ValueError if a probe asks a port or a path that pods do not have, or by HTTPS: none would become ready.
 
     Args:
         containers: Those of a pod.
@@ -402,4 +412,8 @@ def check_probes(containers: Sequence[Mapping[str, Any]], *, is_served: bool) ->
         if is_served and path not in PROBES[probe]:
             raise ValueError(
                 f"{probe} must ask for {' or '.join(PROBES[probe])}; got {path!r}. Correct it."
+            )
+        if is_served and request.get("scheme") == "HTTPS":
+            raise ValueError(
+                f"{probe} must ask by HTTP, which `jaxpar serve` speaks; got the scheme HTTPS. Leave it out."
             )

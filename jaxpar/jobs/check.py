@@ -16,6 +16,7 @@ from jaxpar.jobs.agreement import (
     check_agreement,
     check_exit_codes,
     check_grace,
+    check_num_pods,
     check_probes,
 )
 from jaxpar.jobs.choices import check_choices
@@ -255,6 +256,7 @@ def check_rules(manifest: Mapping[str, Any]) -> None:
     }
     checks[kind](manifest)
     for pods in workloads(manifest):
+        check_num_pods(pods)
         check_pods(pods)
         check_agreement(pods)
         if kind == "Deployment":

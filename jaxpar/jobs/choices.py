@@ -38,6 +38,7 @@ CHOICES: Mapping[tuple[str, ...], Collection[str]] = {
     ("seccompProfile", "type"): ("RuntimeDefault", "Unconfined", "Localhost"),
     ("runtimeRef", "kind"): ("ClusterTrainingRuntime", "TrainingRuntime"),
     ("runtimeRef", "apiGroup"): ("trainer.kubeflow.org",),
+    ("httpGet", "scheme"): ("", "HTTP", "HTTPS"),
     ("strategy", "type"): ("Recreate", "RollingUpdate"),
     ("emptyDir", "medium"): ("", "Memory", "HugePages", "HugePages-2Mi", "HugePages-1Gi"),
     ("restartPolicy",): ("Always", "OnFailure", "Never"),

@@ -17,6 +17,7 @@ HANDLERS = {  # what a probe, or a hook, does one of
     **dict.fromkeys(PROBES, ("exec", "grpc", "httpGet", "tcpSocket")),
     **dict.fromkeys(("preStop", "postStart"), ("exec", "httpGet", "sleep", "tcpSocket")),
 }
+ONE_SUCCESS = ("startupProbe", "livenessProbe")  # a readinessProbe may ask for several
 USUAL_SHARED_BYTES = 64 * 2**20  # of a container runtime, which is too little for NCCL
 
 
@@ -83,14 +84,23 @@ def check_container_ports(containers: Sequence[Mapping[str, Any]], path: str) ->
 
 
 def check_handlers(containers: Sequence[Mapping[str, Any]], path: str) -> None:
-    """Raises ValueError if a probe or a hook of a container does nothing, which the API refuses."""
+    """Raises ValueError if a probe or a hook of a container is one that the API refuses, as one that does nothing."""
     for container in containers:
         given = {**container, **container.get("lifecycle", {})}
         for name in (name for name in HANDLERS if name in given):
-            if not given[name].keys() & {*HANDLERS[name]}:
+            found = [each for each in HANDLERS[name] if each in given[name]]
+            if len(found) != 1:
+                remedy = "Leave all but one out"
+                if not found:
+                    remedy = f"Write {'httpGet' if name in PROBES else 'exec'}"
                 raise ValueError(
-                    f"{name} must have one of {', '.join(HANDLERS[name])}; got none in {path}. Write "
-                    f"{'httpGet' if name in PROBES else 'exec'}."
+                    f"{name} must have one of {', '.join(HANDLERS[name])}; got {' and '.join(found) or 'none'} in {path}. "
+                    f"{remedy}."
+                )
+            successes = given[name].get("successThreshold", 1)
+            if name in ONE_SUCCESS and successes > 1:
+                raise ValueError(
+                    f"successThreshold of a {name} must be 1; got {successes} in {path}. Leave it out."
                 )
             if "exec" in given[name] and not given[name]["exec"].get("command"):
                 raise ValueError(

@@ -5,13 +5,17 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from jaxpar.jobs.job import CHECKPOINTS, flag_values
-from jaxpar.jobs.workload import Workload, workloads
+from jaxpar.jobs.workload import Workload, amount, workloads
 from jaxpar.runtime.host_names import ANY
 
 UNPROBED = {  # what happens without a probe
     "startupProbe": "one that takes long to start is ended by its livenessProbe",
     "livenessProbe": "one that hangs is not started again",
     "readinessProbe": "requests reach one that is still loading its model, and get 503",
+}
+UNREQUESTED = {  # what happens without a request
+    "cpu": "where its node is busy a pod gets almost no cores, and its probes fail",
+    "memory": "none is kept for a pod, which is the first to be ended where its node runs out of it",
 }
 EMPTY = frozenset({"emptyDir", "ephemeral"})  # volumes that are made with their pod
 LEAST_START = 300  # seconds
@@ -21,6 +25,8 @@ def serving_remarks(manifest: Mapping[str, Any]) -> Iterator[str]:
     """Yields a line for each way in which the pods of a Deployment may not serve as was meant."""
     if manifest["kind"] != "Deployment":
         return
+    if manifest["spec"].get("replicas") == 0:
+        yield "spec.replicas is 0: there are no pods, and requests reach none. Write 1, unless something else starts them"
     for pods in workloads(manifest):
         yield from _unheld_folder(pods)
         yield from _unrequested(pods)
@@ -75,12 +81,18 @@ def _unnamed(pods: Workload) -> Iterator[str]:
 
 
 def _unrequested(pods: Workload) -> Iterator[str]:
-    """Yields a line if nothing is kept for pods."""
-    if not {**pods.requests, **pods.limits}:
+    """Yields a line for what is not kept for pods."""
+    given = {**pods.requests, **pods.limits}  # the API takes a limit for a request that is missing
+    as_written = "as `manifest --kind service` does"
+    if not given:
         yield (
             f"{pods.path} requests no resources: a pod gets no GPU, and neither cores nor memory are kept for it. Write them "
-            "as `manifest --kind service` does"
+            f"{as_written}"
         )
+        return
+    for name, what_follows in UNREQUESTED.items():
+        if not amount(given.get(name, 0), name):
+            yield f"{pods.path} requests no {name}: {what_follows}. Write it {as_written}"
 
 
 def _unprobed(containers: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -65,6 +65,8 @@ class ModelShape:
         num_leading: The layers that are part of the embedding.
         in_fp8: Whether layers multiply by some of their weights in FP8.
         depends_on: The mesh axes for whose sizes the functions ask, so that they are traced anew for each.
+        remake: ``remake(seq=8192)`` and ``remake(attention="flash")`` return the same model with rows of another length or
+            with another attention; None: neither can be chosen.
         cache: The traced ops, by number of rows and by the sizes of these axes.
 
     Raises:
@@ -88,6 +90,7 @@ class ModelShape:
     num_leading: int = 0
     in_fp8: bool = False
     depends_on: tuple[str, ...] = ()
+    remake: Callable[..., "ModelShape"] | None = field(default=None, repr=False, compare=False)
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -185,18 +188,19 @@ def transformer_shape(
             config = replace(config, attention=flash_attention)
     if is_planned and config.attention in ("cudnn", flash_attention):
         config = replace(config, attention=planned_attention)
+    given: dict[str, Any] = {
+        "seq": seq,
+        "param_dtype": param_dtype,
+        "lora": lora,
+        "quantize": quantize,
+        "sequence_parallel": sequence_parallel,
+        "is_planned": is_planned,
+    }
+    remake = partial(_remake, config, experts=experts, **given)
     if config.experts is not None and experts is None:
         axes = (TENSOR, DATA)
-        given: dict[str, Any] = {
-            "seq": seq,
-            "param_dtype": param_dtype,
-            "lora": lora,
-            "is_planned": is_planned,
-        }
-        given |= {"quantize": quantize}
-        given |= {"sequence_parallel": sequence_parallel}
         placements = {axis: transformer_shape(config, experts=axis, **given) for axis in axes}
-        return replace(placements[TENSOR], name=name, placements=placements)
+        return replace(placements[TENSOR], name=name, placements=placements, remake=remake)
     rules, constrain = (
         TRANSFORMER_RULES,
         constrain_sequence if sequence_parallel else split_copied_heads,
@@ -236,8 +240,18 @@ def transformer_shape(
         num_leading=config.num_leading_layers,
         in_fp8=config.products == "fp8",
         depends_on=(TENSOR,) if sequence_parallel or config.experts is not None else (),
+        remake=remake,
     )
     return shape if lora is None else _with_factors(shape, lora, quantize)
+
+
+def _remake(
+    config: transformer.TransformerConfig, *, attention: str | None = None, **settings: Any
+) -> ModelShape:
+    """Returns the shapes of a transformer, with ``flash_attention`` where ``attention`` is "flash"."""
+    if attention == "flash":
+        config = replace(config, attention=flash_attention)
+    return transformer_shape(config, **settings)
 
 
 def _with_factors(shape: ModelShape, lora: Lora, kind: str | None) -> ModelShape:

@@ -75,10 +75,10 @@ def plan(
             "row: ModelShape(tokens_per_row=...)."
         )
 
-    def rows_of(cluster: Cluster) -> int:
+    def rows_of(shape: ModelShape, cluster: Cluster) -> int:
         return _usual_rows(shape, cluster) if batch_size is None else batch_size
 
-    rows = rows_of(cluster)
+    rows = rows_of(shape, cluster)
     if not 0 <= memory_headroom < 1:
         raise ValueError(
             f"{arg('memory_headroom')} must be a share of the memory, at least 0 and less than 1; got {memory_headroom}. "

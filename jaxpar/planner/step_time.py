@@ -35,6 +35,7 @@ from jaxpar.schedule.simulate import Row, makespan
 # Collectives take multiprocessors and memory bandwidth from the computation beside which they run: by this share of their time
 # they lengthen it.
 INTERFERENCE = 0.25
+ROUNDING = 1e-12  # the share of a sum of seconds that its rounding may be
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,11 +365,17 @@ def step_time(prices: Prices, transfers: list[Transfer], state_bytes: int) -> St
         compute=compute - again,
         again=again,
         tensor=tensor,
-        bubble=pipeline - compute - tensor,
+        bubble=difference(pipeline, compute + tensor),
         data=prices.exposed_data(transfers),
         ends=prices.collectives(transfers, STAGE),
         update=2 * state_bytes / memory_rate(prices.cluster),
     )
+
+
+def difference(whole: int | float, part: int | float) -> int | float:
+    """Returns what a sum has beyond a part of it; 0 where it is no more than rounding, which may leave less than nothing."""
+    beyond = whole - part
+    return 0 if abs(beyond) <= ROUNDING * whole else beyond
 
 
 def _pipeline(prices: Prices) -> int | float:

@@ -106,6 +106,21 @@ def versions() -> str:
     return f"jaxpar {own}, jax {jax.__version__}, Python {platform.python_version()}"
 
 
+def has_begun(folder: Path) -> bool:
+    """Returns whether a folder is that of a run, which has its lease before it reads its data."""
+    return folder.is_dir() and any((folder / name).exists() for name in (*RUN_FILES, LEASE))
+
+
+def is_free(folder: Path) -> bool:
+    """Returns whether a run may still begin in a folder: there is none, or nothing is in it."""
+    try:
+        return not any(folder.iterdir())
+    except FileNotFoundError:
+        return True
+    except OSError:  # a file, or one in place of a folder above it
+        return False
+
+
 def read_run(folder: Path) -> dict[str, Any]:
     """Returns the data of a run from its folder, at any time during the run or after it.
 
@@ -119,8 +134,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: It is not the folder of a run, or one of its files is not as a run writes it.
     """
-    of_run = (*RUN_FILES, LEASE)  # which is there before the run has read its data
-    if not folder.is_dir() or not any((folder / name).exists() for name in of_run):
+    if not has_begun(folder):
         raise ValueError(
             f"a run must be a folder with a {', '.join(RUN_FILES[:-1])} or {FILE}; got {folder}, which has none. Name a "
             "recipe's --out-dir."

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxpar.metrics.exporters import Watcher
-from jaxpar.report.data import FILE, LOADS, read_run, readable
+from jaxpar.report.data import FILE, LOADS, is_free, read_run, readable
 from jaxpar.report.page import live_data, render_page, write_page
 from jaxpar.runtime.life import ENDED, LifeWatch
 from jaxpar.runtime.output import tell, write_whole
@@ -94,7 +94,7 @@ class RunServer(PageServer):
             address, else any.
 
     Raises:
-        ValueError: It is not the folder of a run, or a name is none.
+        ValueError: It is not the folder of a run, nor one in which a run may still begin; or a name is none.
         OSError: Another program listens on the port, or the address is not one of this machine.
     """
 
@@ -107,7 +107,8 @@ class RunServer(PageServer):
         seconds: float = 5.0,
         hosts: Sequence[str] = (),
     ) -> None:
-        read_run(folder)
+        if not is_free(folder):
+            read_run(folder)
         self.folder, self.seconds = folder, seconds
         self._life, self._looking = (
             LifeWatch(folder),

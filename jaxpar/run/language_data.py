@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -22,12 +21,13 @@ from jaxpar.data.recall import NUM_VALUES, Recall
 from jaxpar.data.records import COLUMNS, RecordRows, holds_tokens, open_split, tokens_of
 from jaxpar.data.text import (
     ByteTokenizer,
+    Sample,
     Text,
     Tokenizer,
     Windows,
     check_inside,
     load_text,
-    unigram_loss,
+    mixed_unigram_loss,
 )
 from jaxpar.fields import check_at_least
 from jaxpar.huggingface import stop_tokens
@@ -38,6 +38,7 @@ from jaxpar.run.batches import check_microbatches, in_rows
 from jaxpar.run.flags import CommonFlags, RunFlags
 from jaxpar.run.messages import say
 from jaxpar.run.remarks import (
+    AND,
     remark_on_ends,
     remark_on_equal,
     remark_on_names,
@@ -131,7 +132,7 @@ class Part:
 
     rows: Callable[[int, int], tuple[RowSource, RowSource, str]]
     num_tokens: tuple[int, int] | None
-    learned: Callable[[], tuple[Sequence[np.ndarray], Sequence[np.ndarray]]]
+    learned: Callable[[], tuple[Sample, Sample]]
     held_out: np.ndarray
     checksum: str
     is_bytes: bool
@@ -152,12 +153,14 @@ class Data:
         source: A description of where they come from.
         tokenizer: Turns text into tokens and back; None: there is none for these tokens.
         ends: The tokens that end a text: that of the tokenizer, and those of the model in --init-from.
+        weights: The share of the rows from each part, in any unit; none: by their numbers of rows.
     """
 
     parts: tuple[Part, ...]
     source: str
     tokenizer: Tokenizer | None
     ends: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
 
     @property
     def is_bytes(self) -> bool:
@@ -172,14 +175,12 @@ class Data:
     @cached_property
     def unigram_loss(self) -> float:
         """The loss on the tokens held out, in nats each, of a model that knows how frequent those to learn are, and no more."""
-        train, test = map(
-            chain.from_iterable, zip(*(part.learned() for part in self.parts), strict=True)
-        )
-        return unigram_loss([*train], [*test])
+        train, test = zip(*(part.learned() for part in self.parts), strict=True)
+        return mixed_unigram_loss(train, test, weights=self.weights)
 
     def settings(self, flags: DataFlags) -> dict[str, Any]:
         """Returns what a resumed run must share with the saved one."""
-        found: dict[str, Any] = {"text": " and ".join(part.checksum for part in self.parts)}
+        found: dict[str, Any] = {"text": AND.join(part.checksum for part in self.parts)}
         if all(part.num_tokens for part in self.parts):
             found["train_tokens"] = sum(
                 part.num_tokens[0] for part in self.parts if part.num_tokens
@@ -300,7 +301,8 @@ def load_data(flags: DataFlags, init_from: Path | None = None, *, multiple: int 
             "--tokenizer, or leave it out."
         )
     chosen = ByteTokenizer() if is_bytes else tokenizer
-    return Data(parts, ", ".join(map(str, flags.data)), chosen, _ends(chosen, init_from))
+    source = ", ".join(map(str, flags.data))
+    return Data(parts, source, chosen, _ends(chosen, init_from), flags.data_weights)
 
 
 def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource, RowSource]:
@@ -449,7 +451,7 @@ def _of_text(text: Text) -> Part:
     return Part(
         rows,
         num_tokens,
-        lambda: (text.train, text.test),
+        lambda: (Sample(text.train, num_tokens[0]), Sample(text.test, num_tokens[1])),
         text.test[0],
         f"crc32 {text.checksum()}",
         text.is_bytes,
@@ -475,7 +477,7 @@ def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool, multiple: in
         train, test = (fitting(each, flags.seq)[0] for each in (train, test))
     before = test.before_learned(0)
     held_out = test.tokens_of(0)[: before or None]
-    learned = lambda: (train.learned_tokens(), test.learned_tokens())
+    learned = lambda: (train.learned_sample(), test.learned_sample())
     of_data = (train.num_tokens, test.num_tokens), learned, held_out
     checksum = f"sha256 {corpus.digest[:32]}"
     return Part(
@@ -500,7 +502,7 @@ def _of_recall() -> Part:
     some = Recall(160, vocab_size=MOST_TOKENS, is_test=True).take(np.arange(1))["tokens"][
         0, :121
     ]  # with one question
-    answers = [np.arange(NUM_VALUES)]
+    answers = Sample([np.arange(NUM_VALUES)], NUM_VALUES)
     return Part(rows, None, lambda: (answers, answers), some, "recall", is_bytes=False)
 
 
@@ -514,9 +516,9 @@ def _of_records(files: Sequence[Path], flags: DataFlags) -> Part:
         )
         return make(part=(0, first)), make(part=(first, len(records))), ""
 
-    def learned() -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def learned() -> tuple[Sample, Sample]:
         train, test, _ = rows(flags.seq, MOST_TOKENS)
-        return train.learned_tokens(), test.learned_tokens()
+        return train.learned_sample(), test.learned_sample()
 
     held_out = tokens_of(records, first)
     ignored = set(records[0]).union(*(unread_fields(file, COLUMNS) for file in files)) - set(

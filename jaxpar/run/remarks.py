@@ -19,13 +19,61 @@ from jaxpar.data.json_text import MAX_LINE_BYTES
 from jaxpar.data.packing import Documents
 from jaxpar.data.readers import find_files
 from jaxpar.data.text import is_held_out
+from jaxpar.fields import arg
 from jaxpar.huggingface.export import CONFIG, GENERATION, stop_tokens
 from jaxpar.huggingface.tokenizer import SETTINGS, FolderTokenizer
 from jaxpar.runtime.output import printable
 
+AND = " and "  # between the checksums of several --data
 MOST_TOKENS = 2**18  # of the first conversations; the template is the same for all
 SHOWN_TOKENS = 4  # of the end of an answer
 MOST_NAMED = 3  # files
+
+
+def check_same_data(names: Sequence[str], checksums: Sequence[str], saved: str) -> None:
+    """Raises ValueError where a run that resumes has other data than the saved one, or has them in another order.
+
+    Args:
+        names: What each --data is called.
+        checksums: That of each.
+        saved: Those of the saved run, in order, as ``AND`` joins them.
+    """
+    if AND.join(checksums) == saved:
+        return
+    rule = "a run must continue with the data that it was saved with"
+    got = f"got --data {' '.join(names)}"
+    ways = f"allow this to change ({arg('allow_change')} text), or start a run in another folder."
+    in_order = _named_in_order(names, checksums, saved)
+    if in_order is not None:
+        raise ValueError(
+            f"{rule}, in the same order; {got}, saved as {' '.join(in_order)}. Give them in that order, {ways}"
+        )
+    of_saved = f"{AND}{saved}{AND}"
+    others = [
+        name
+        for name, each in zip(names, checksums, strict=True)
+        if f"{AND}{each}{AND}" not in of_saved
+    ]
+    if others:
+        raise ValueError(
+            f"{rule}; {got}, and other tokens than it had in {', '.join(others)}. Give the files and the tokenizer as they "
+            f"were, {ways}"
+        )
+    raise ValueError(f"{rule}; {got}, which leaves out some of it. Give all that it had, {ways}")
+
+
+def _named_in_order(names: Sequence[str], checksums: Sequence[str], saved: str) -> list[str] | None:
+    """Returns the names in the order of the saved checksums; None if these are not those of the names, each once."""
+    left, found = [*zip(names, checksums, strict=True)], []
+    rest = f"{saved}{AND}"
+    while rest and left:
+        at = next((pair for pair in left if rest.startswith(f"{pair[1]}{AND}")), None)
+        if at is None:
+            return None
+        left.remove(at)
+        found.append(at[0])
+        rest = rest.removeprefix(f"{at[1]}{AND}")
+    return None if rest or left else found
 
 
 def without_end(

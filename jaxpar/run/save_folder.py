@@ -40,7 +40,7 @@ PART_OF_SAFETENSORS = ".tmp"  # begins the name under which the library writes a
 
 
 class NotBegunError(OSError):
-    """The first process cannot write what it notes of a model; every process raises it."""
+    """The first process cannot read or write what it notes of a model; every process raises it."""
 
 
 class SaveFolder:
@@ -99,7 +99,7 @@ class SaveFolder:
         Raises:
             FolderTakenError: The folder has another model.
             LostError: Another run has taken the folder.
-            NotBegunError: The run's folder, or that of the model, cannot be written.
+            NotBegunError: The run's folder, or that of the model, cannot be written, or a note there cannot be read.
         """
         self.check()
         self._still_claimed()
@@ -109,6 +109,8 @@ class SaveFolder:
                 self._begin()
             except OSError as error:
                 failed = error.errno, error.strerror, error.filename and str(error.filename)
+            except Exception as error:  # such as a damaged note: the others wait for an answer
+                failed = (text_of(error).rstrip("."),)
         if failed := exchange("model to begin", failed)[0]:
             raise NotBegunError(*failed)
 

@@ -11,6 +11,7 @@ import os
 import re
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -33,9 +34,17 @@ SECONDS_TO_ASK = 1.0  # for an answer, between two looks for processes that have
 # After another process has left a training loop, this one may be at its last step of it too: it is given three times as long as
 # its longest step, or this many seconds, more of them before its first step is done.
 SECONDS_TO_LEAVE, SECONDS_TO_LEAVE_FIRST = 10.0, 60.0
-CONNECTION = re.compile(
-    "gloo|connection (reset|closed)|coordination service|heartbeat", re.IGNORECASE
+# What Gloo, XLA's coordination service and NCCL say of a process that is gone, as jaxlib raises it.
+OF_GLOO = r"gloo [\w -]+ (?:failed|timed out)\b"
+LOST = re.compile(
+    rf"\b(?:{OF_GLOO}|connection (?:reset|closed)\b|coordination service\b"
+    r"|heartbeat timeout\b|stopped sending heartbeats\b|missed heartbeats?\b"
+    r"|remote process exited or there was a network error\b|NcclCommunicator (?:aborted|cancelled)\b)",
+    re.IGNORECASE,
 )
+BEGINS_WITH_GLOO = re.compile(rf"(?:[A-Z_]+: )?{OF_GLOO}", re.IGNORECASE)
+# In JAX's error of a callback, which is the program's own.
+OF_PYTHON = "Traceback (most recent call last)"
 _uses: Counter[str] = (
     Counter()
 )  # all processes use a name equally often, so its count identifies each use
@@ -99,12 +108,23 @@ class PeerLostError(RuntimeError):
 
 def is_peer_lost(error: BaseException) -> bool:
     """Returns whether a collective failed because a process is gone. JAX has no error type of its own for this."""
-    of_jax = isinstance(error, (jax.errors.JaxRuntimeError, ValueError, PeerLostError))
-    return (
-        jax.process_count() > 1
-        and of_jax
-        and (isinstance(error, PeerLostError) or bool(CONNECTION.search(str(error))))
+    if jax.process_count() == 1:
+        return False
+    if isinstance(error, PeerLostError):
+        return True
+    is_of_jax = isinstance(error, jax.errors.JaxRuntimeError) or (
+        isinstance(error, ValueError) and _is_raised_by_jax(error)
     )
+    text = str(error)
+    return is_of_jax and OF_PYTHON not in text and bool(LOST.search(text))
+
+
+def _is_raised_by_jax(error: ValueError) -> bool:
+    """Returns whether a ValueError is JAX's own: by its innermost frame, or, where a script called jaxlib, by its beginning."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module = str(frames[-1].f_globals.get("__name__", "")) if frames else ""
+    is_inside = module.split(".")[0] in ("jax", "jaxlib")
+    return is_inside or bool(BEGINS_WITH_GLOO.match(str(error)))
 
 
 def follow(error: BaseException) -> tuple[int, str]:
@@ -223,6 +243,14 @@ def code_of_exit(error: BaseException | None) -> int:
     return code if isinstance(code, int) else int(code is not None)
 
 
+def _describe_leaver(told: dict[str, Any]) -> str:
+    """Returns who has left a training loop, and how."""
+    code, why, how = told["code"], told.get("why"), ""
+    if code:
+        how = f" with {why}, exit code {code}" if why else f" with SystemExit({code})"
+    return f"{endings.named(told['process'])} has left the training loop after step {told['done']}{how}"
+
+
 class AgreedStep:
     """Lets any process request an action of all of them, and determines the step after which all perform it.
 
@@ -245,6 +273,7 @@ class AgreedStep:
             False,
             False,
         )  # the loop, and that all stop after the same step
+        self._is_known = False  # that there is no more to say of how it is left
         self._looked_at = self._seen_at = 0.0
         self._asked: list[str] = []
         self._steps_done = 0
@@ -258,6 +287,7 @@ class AgreedStep:
         if client() is not None:
             self._left_key = f"jaxpar/left/{count_use('loop')}"
             place.enter_loop()
+            endings.begin_loop()
             self._thread.start()
         return self
 
@@ -294,6 +324,7 @@ class AgreedStep:
             )
             code = code or int(ExitCode.PEER_LOST)
             endings.will_end_with(code)
+            endings.leaves_with(code)
             raise SystemExit(code) from error
         if len(set(ends)) == 1:
             endings.has_completed(self._steps_done)
@@ -301,17 +332,19 @@ class AgreedStep:
     def _is_complete(self) -> bool:
         return self._num_steps is None or self._steps_done >= self._num_steps or self._is_agreed
 
-    def leave(self, code: int = 0) -> None:
+    def leave(self, code: int = 0, why: str = "", *, is_known: bool = True) -> None:
         """Tells the other processes that this one leaves the loop; it may be called before the ``with`` block ends.
 
         Args:
-            code: That of the SystemExit with which it leaves; 0: it leaves without one, or that is not known yet.
+            code: The exit code with which it leaves; 0: none.
+            why: The name of the error with which it leaves; "" if that is a SystemExit, or none.
+            is_known: Whether that is all that there is to say; else an error may be under way, so the others wait some seconds.
         """
-        if client() is None or (self._has_left and not code):
+        is_told = self._has_left and not code and (self._is_known or not is_known)
+        if client() is None or is_told:
             return
-        if self._has_left:
-            endings.withdraw(self._left_key, {"process": jax.process_index(), "code": 0})
-        self._has_left = True
+        self.withdraw()
+        self._has_left, self._is_known = True, is_known
         place.leave_loop()
         if not self._is_complete():
             told = {
@@ -319,8 +352,15 @@ class AgreedStep:
                 "done": self._steps_done,
                 "begun": self._steps_begun,
                 "code": code,
+                "why": why,
+                "is_known": is_known,
             }
             endings.publish(self._left_key, told)
+
+    def withdraw(self) -> None:
+        """Takes back that this process leaves the loop without a code, which is told before an error is known."""
+        if self._has_left:
+            endings.withdraw(self._left_key, {"process": jax.process_index(), "code": 0})
 
     def begin(self, step: int) -> None:
         """Notes that this process begins ``step``, counted from 0: it then knows sooner if another one has left."""
@@ -376,17 +416,18 @@ class AgreedStep:
         told = endings.news(self._left_key)
         if told is not None and not (ended and ended["code"]):
             self._seen_at = self._seen_at or time.monotonic()
-            if self._steps_begun > told["begun"] or self._has_waited():
-                who, step = endings.named(told["process"]), told["done"]
-                how = f" with SystemExit({told['code']})" if told["code"] else ""
-                endings.go_on_without(
-                    f"{who} has left the training loop after step {step}{how}",
-                    told["process"],
-                    self._end,
-                    told,
-                )
+            if self._goes_on_after(told) or self._has_waited():
+                endings.tell_that_this_goes_on(told["process"])
+                told = endings.news(self._left_key) or told  # an error may be known since
+                endings.end_without(_describe_leaver(told), self._end, told)
         elif ended is not None:
             endings.go_on_without(endings.describe_end(ended), ended["process"], self._end, ended)
+
+    def _goes_on_after(self, told: dict[str, Any]) -> bool:
+        """Returns whether this process is past the step after which another one has left, which is known to be no error."""
+        is_known = told.get("is_known", True)
+        has_waited = time.monotonic() - self._seen_at > SECONDS_TO_LEAVE
+        return self._steps_begun > told["begun"] and (is_known or has_waited)
 
     def _has_waited(self) -> bool:
         """Returns whether this process has had the time to leave the loop too."""

@@ -150,8 +150,9 @@ def initialize(
     CPU devices of several processes communicate through gloo. On GPUs it sets the XLA flags that let collectives overlap with
     computation, unless XLA_FLAGS sets them. In a run of several processes an uncaught exception ends its process immediately,
     since the others would otherwise wait for it, and a process that reaches the end of its program waits for the others, as
-    ``leave(0)`` does. An uncaught exception has the exit code that it has in a recipe (``uncaught.py``), such as 2 for an error
-    of jaxpar about what it was given, also in a process that is alone.
+    ``leave(0)`` does; one that calls ``sys.exit`` ends as by ``leave`` with its code. An uncaught exception has the exit code
+    that it has in a recipe (``uncaught.py``), such as 2 for an error of jaxpar about what it was given, also in a process that
+    is alone.
 
     Args:
         coordinator_address: ``host:port`` of process 0. This and the next two override the environment.
@@ -210,6 +211,7 @@ def initialize(
         shutdown_timeout_seconds=max(heartbeat_seconds, 60),
     )
     atexit.register(endings.end_of_program)
+    endings.note_exits()
     endings.watch_ends(answer_who_waits)
     end_if_silent(heartbeat_seconds)
     if not hasattr(sys, "ps1"):
@@ -259,7 +261,8 @@ def leave(code: int) -> NoReturn:
 def _leave_on_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    traceback.print_exception(kind, error, trace)
+    if not endings.is_shown(error):
+        traceback.print_exception(kind, error, trace)
     if isinstance(error, PeerLostError) or not is_peer_lost(error):
         leave(exit_code_of(error))
     code, told = follow(error)

@@ -5,6 +5,9 @@
     process 1 reads that and ends at once                       -> jaxpar/gone/1
     process 0 follows with exit code 70, or with a final one of process 1, such as 2
 
+Of an error that leaves a training loop the others learn at once, though what the script does before its end may take long:
+they follow as above, and its process shows the error once they do, and ends with its code before process 0 is gone.
+
 A process whose collective fails reads jaxpar/ended too, before it ends. Process 0, whose service holds these keys and without
 which JAX aborts the others, ends last: once they are gone, or after some seconds.
 
@@ -18,8 +21,10 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 from jaxpar._compat import coordination
 from jaxpar.runtime import place
@@ -47,9 +52,35 @@ REMEDY = (
 
 _completed: list[int] = []  # the steps of the training loops that are complete
 _codes: list[int] = []  # with which this process is about to end
-# The code of the process that this one follows; 70 where one is gone without a word.
-_follows: list[int] = []
+# The code of the process that this one follows; None where one is gone without a word.
+_follows: list[int | None] = []
 _said = threading.Lock()  # held once it is said that another process is gone
+
+
+@dataclass
+class Leaving:
+    """An end that is under way: an error or a SystemExit has left a training loop, and the script still does something.
+
+    Attributes:
+        code: The exit code that it will have.
+        error: The number of the error (``id``), which must not be kept itself, nor what its frames hold; None: none.
+        text: Its traceback, to be shown; "" once it is.
+    """
+
+    code: int
+    error: int | None = None
+    text: str = ""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def show(self) -> None:
+        """Prints the traceback, once."""
+        with self._lock:
+            if self.text:
+                tell(self.text)
+            self.text = ""
+
+
+_leaving: list[Leaving] = []  # at most one
 
 
 def has_completed(num_steps: int) -> None:
@@ -60,6 +91,58 @@ def has_completed(num_steps: int) -> None:
 def will_end_with(code: int) -> None:
     """Notes the exit code of a SystemExit, since Python does not tell it at exit."""
     _codes.append(code)
+
+
+_CODE: Any = vars(SystemExit)["code"]  # the field of Python's own
+
+
+class NotedExit(SystemExit):
+    """A SystemExit that notes its code when Python ends by it, which reads the code where no function runs any more."""
+
+    @property
+    def code(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The argument of ``sys.exit``."""
+        code = _CODE.__get__(self)
+        try:
+            sys._getframe(1)
+        except ValueError:  # nothing has caught it, and the functions of atexit are next
+            will_end_with(code if isinstance(code, int) else int(code is not None))
+        return code
+
+    @code.setter
+    def code(self, code: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        _CODE.__set__(self, code)
+
+
+def _exit(code: Any = None, /) -> NoReturn:
+    raise NotedExit(code)
+
+
+def note_exits() -> None:
+    """Makes ``sys.exit`` note the code with which the program ends; the other processes of the run are told it."""
+    sys.exit = _exit
+
+
+def begin_loop() -> None:
+    """Forgets the ends that were noted: where another training loop begins, the script has caught their errors."""
+    _codes.clear()
+    _leaving.clear()
+
+
+def leaves_with(code: int, error: BaseException | None = None) -> None:
+    """Notes that this process has left a training loop, and is about to end with a code that it must not lose.
+
+    Args:
+        code: The exit code.
+        error: The error that ends it, which is not shown yet; None: a SystemExit.
+    """
+    text = "" if error is None else "".join(traceback.format_exception(error)).rstrip()
+    _leaving[:] = [Leaving(code, None if error is None else id(error), text)]
+
+
+def is_shown(error: BaseException) -> bool:
+    """Returns whether the traceback of an error has been printed already, since the others could not wait for its end."""
+    return any(each.error == id(error) and not each.text for each in _leaving)
 
 
 def named(process: int) -> str:
@@ -117,7 +200,7 @@ def follow(why: str) -> tuple[int, str]:
     """
     ended = end_of_another()
     code = code_without(ended)
-    _follows.append(code if ended is None else ended["code"])
+    _follows.append(None if ended is None else ended["code"])
     if not _said.acquire(blocking=False):
         return code, ""
     told = why if ended is None else f"{describe_end(ended)}. {remedy_without(ended)}"
@@ -212,6 +295,13 @@ def go_on_without(
         ended: Of one that has ended, or has left a loop, what it told.
     """
     tell_that_this_goes_on(process)
+    end_without(told, end, ended)
+
+
+def end_without(
+    told: str, end: Callable[[int], None] = os._exit, ended: Mapping[str, Any] | None = None
+) -> None:
+    """Ends this process as ``go_on_without`` does, once the other one is told."""
     if _said.acquire(blocking=False):
         me = named(coordination().process_id)
         tell(
@@ -230,7 +320,7 @@ def end_now(code: int, end: Callable[[int], None] = os._exit) -> None:
     publish(f"{GONE}/{state.process_id}", code)
     if state.process_id == 0:
         others = range(1, state.num_processes or 1)
-        without_word = int(ExitCode.PEER_LOST in _follows)
+        without_word = int(None in _follows)
         deadline = time.monotonic() + SECONDS_TO_LINGER
         while sum(map(has_gone, others)) < len(others) - without_word:
             if time.monotonic() > deadline:
@@ -242,7 +332,7 @@ def end_now(code: int, end: Callable[[int], None] = os._exit) -> None:
 
 def end_now_without_a_word(code: int, end: Callable[[int], None] = os._exit) -> None:
     """Ends this process as ``end_now`` does, where another one is gone without a word."""
-    _follows.append(int(ExitCode.PEER_LOST))
+    _follows.append(None)
     end_now(code, end)
 
 
@@ -295,6 +385,8 @@ class EndWatch:
             self._look()
             if self._code is not None:
                 self._end_if_missed(self._code)
+            elif _leaving:
+                self._end_in_time(_leaving[-1])
             elif (told := news(ENDED)) is not None:
                 since = self._tell_once(told, since)
                 self._follow_first(told)
@@ -306,13 +398,28 @@ class EndWatch:
                 say_ended_early()
             end_now(code or int(ExitCode.PEER_LOST), self._end)
 
-    def _follow_first(self, told: dict[str, Any]) -> None:
-        """Ends this process some time after process 0 is about to end, without whose service JAX aborts it."""
+    def _end_in_time(self, leaving: Leaving) -> None:
+        """Shows the error that ends this process once others cannot go on without it, and ends it before JAX aborts it."""
+        if who_goes_on():
+            leaving.show()
+        if self._is_aborted_soon():
+            leaving.show()
+            tell(
+                f"{named(coordination().process_id)} ends with exit code {leaving.code} though the script is not at its "
+                "end: process 0, without which JAX aborts it, ends"
+            )
+            end_now(leaving.code, self._end)
+
+    def _is_aborted_soon(self) -> bool:
+        """Returns whether process 0, without whose service JAX aborts this one, has been about to end for some time."""
         if coordination().process_id == 0 or not has_gone(0):
-            return
+            return False
         now = time.monotonic()
         self._last_since = self._last_since or now
-        if now - self._last_since > SECONDS_TO_MEET:  # in which it ends by itself
+        return now - self._last_since > SECONDS_TO_MEET  # in which it ends by itself
+
+    def _follow_first(self, told: dict[str, Any]) -> None:
+        if self._is_aborted_soon():
             go_on_without(describe_end(told), told["process"], self._end, told)
 
     def _tell_once(self, told: dict[str, Any], since: float | None) -> float:

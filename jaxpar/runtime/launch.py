@@ -35,7 +35,7 @@ from typing import TextIO
 
 from jaxpar.fields import arg, check_at_least
 from jaxpar.runtime.chatter import Quiet, without_chatter
-from jaxpar.runtime.exit_codes import ExitCode, describe_exit
+from jaxpar.runtime.exit_codes import FINAL_CODES, ExitCode, describe_exit
 from jaxpar.runtime.output import ANOTHER_IS_GONE, tell
 from jaxpar.runtime.process_env import TOKEN_VARIABLE
 from jaxpar.runtime.program import near_script
@@ -47,7 +47,7 @@ SECONDS_TO_EXPLAIN = (
 )
 SECONDS_TO_STOP = 5.0
 SECONDS_TO_FOLLOW = 20.0  # after a process has ended with 0: those that jaxpar has joined wait for one another before
-LINES_SHOWN = 40
+LINES_SHOWN, BYTES_READ = 40, 2**20  # at the end of a log
 # A shell runs this: it waits for a line from the launcher and then becomes the process. It exits if the launcher has ended.
 ON_A_LINE = 'read -r _ && exec "$@" < /dev/null'
 # Exit codes of processes that end because another one did: JAX aborts, jaxpar returns PEER_LOST.
@@ -299,6 +299,8 @@ class Gang:
         if self._failed():
             running = self._running()
             self._wait_for_all(SECONDS_TO_EXPLAIN)
+            if self._only_follow():
+                self._wait_for_all(SECONDS_TO_STOP)
             self.not_ended = self._running()
             self.first_failed = self._cause(running)
         elif self._is_running():
@@ -322,6 +324,14 @@ class Gang:
         agree = {self.processes[number].returncode for number in (0, first)}
         is_told = 0 in causes and agree in AGREED and not self._names_another(0)
         return 0 if is_told else first
+
+    def _only_follow(self) -> bool:
+        """Returns whether those that failed did so because of one that has not ended yet."""
+        codes = (*FINAL_CODES, ExitCode.PEER_LOST)
+        return all(
+            self.processes[number].returncode in codes and self._names_another(number)
+            for number in self._failed()
+        )
 
     def _names_another(self, number: int) -> bool:
         """Returns whether a process says at its end that another one is gone."""
@@ -452,5 +462,7 @@ def _named(numbers: Sequence[int]) -> str:
 
 
 def _end_of(log: Path) -> list[str]:
-    text = without_chatter(log.read_bytes()).decode(errors="replace")
+    with log.open("rb") as file:
+        file.seek(max(log.stat().st_size - BYTES_READ, 0))
+        text = without_chatter(file.read()).decode(errors="replace")
     return [f"--- the end of {log}", *text.splitlines()[-LINES_SHOWN:], "---"]

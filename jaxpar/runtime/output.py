@@ -11,6 +11,8 @@ import os
 import re
 import stat
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,6 +94,36 @@ def tell(text: str) -> None:
         sys.stderr = io.TextIOWrapper(
             io.FileIO(2, "w", closefd=False), errors="backslashreplace", write_through=True
         )
+
+
+@contextmanager
+def seconds_shown(what: str, *, every: float = 5.0) -> Iterator[None]:
+    """Shows on a terminal for how long the ``with`` block has run, in a line that is gone at its end; a short block has none.
+
+    Args:
+        what: What it does, such as "searching for plans".
+        every: Seconds to the first such line, and between two.
+    """
+    if not is_terminal():
+        yield
+        return
+    began, over, stream = time.monotonic(), threading.Event(), sys.stderr
+
+    def show() -> None:
+        while not over.wait(every):
+            stream.write(f"\r{what}: {time.monotonic() - began:.0f} s")
+            stream.flush()
+
+    thread = threading.Thread(target=show, name="jaxpar-seconds", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        if time.monotonic() - began > every:
+            stream.write("\r\x1b[K")  # the line is cleared
+            stream.flush()
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from jaxpar.serve.logprobs import MOST_TOP
@@ -15,6 +15,7 @@ from jaxpar.serve.requests import Body
 
 MAX_ROWS = 8  # prompts times n
 MAX_STOPS = 4
+MAX_CALLS = 128  # of tools, in a message
 
 # fail_fast: a wrong list of many items is one error, not many.
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -129,10 +130,25 @@ class TextPart(Body):
     text: str
 
 
+class CalledFunction(Fields):
+    """A function that an earlier answer calls."""
+
+    name: str = Field(examples=["weather"])
+    arguments: str = Field(description="JSON as text", examples=['{"city": "Paris"}'])
+
+
+class ToolCall(Fields):
+    """A call of a tool in an earlier answer."""
+
+    id: str = Field(examples=["call_1"])
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(Fields):
     """A message of a conversation; those of an earlier answer may have all fields that a client gives them."""
 
-    role: Literal["system", "developer", "user", "assistant"] = Field(examples=["user"])
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(examples=["user"])
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] = Field(
         description='a text, or an array of {"type": "text", "text": ...}',
         examples=["What is a pipeline?"],
@@ -142,7 +158,18 @@ class ChatMessage(Fields):
     annotations: Any = _only([])
     audio: Any = _only()
     function_call: Any = _only()
-    tool_calls: Any = _only([])
+    tool_calls: list[ToolCall] | None = Field(
+        None, max_length=MAX_CALLS, description="the calls of tools in an earlier answer"
+    )
+    tool_call_id: str | None = Field(None, description="of a tool: the call that it answers")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_call_alone(cls, given: Any) -> Any:
+        """Takes calls of tools without a content for those with an empty one, as OpenAI's API does."""
+        if isinstance(given, dict) and given.get("tool_calls") and given.get("content") is None:
+            return {**given, "content": ""}
+        return given
 
     _describes_content = field_validator("content", mode="wrap")(_as_described)
 

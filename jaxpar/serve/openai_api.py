@@ -1,15 +1,18 @@
 """/v1/completions and /v1/chat/completions: from a body to a GenerationRequest, and from the text to the response."""
 
 import itertools
+import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from jaxpar.data.examples import roles_left_out
+from jaxpar.data.examples import takes_objects, with_arguments_read
+from jaxpar.data.left_out import roles_left_out
 from jaxpar.huggingface.tokenizer import FolderTokenizer
 from jaxpar.serve.bodies import MAX_ROWS, ChatBody, ChatMessage, CompletionBody, Generation
 from jaxpar.serve.language_model import GenerationRequest, LanguageModel, TextDelta
@@ -359,8 +362,12 @@ def _conversation(model: LanguageModel, messages: list[ChatMessage]) -> str:
         content if isinstance(content, str) else "".join(part.text for part in content)
     )
     told = [{"role": each.role, "content": text_of(each.content)} for each in messages]
-    for message, named in zip(told, messages, strict=True):
-        message |= _name(tokenizer, named.name)
+    for message, given in zip(told, messages, strict=True):
+        message |= _name(tokenizer, given.name) | _of_tools(tokenizer, given)
+    if any("tool_calls" in each for each in told) and takes_objects(
+        partial(tokenizer.render, ask=True)
+    ):
+        told = [*map(with_arguments_read, told)]
     text = tokenizer.render(told, ask=True)[0]
     if text:  # else the prompt has no token, which is refused
         _check_told(told, text)
@@ -377,9 +384,33 @@ def _name(tokenizer: FolderTokenizer, name: str | None) -> dict[str, str]:
     return {"name": name}
 
 
-def _check_told(messages: Sequence[Mapping[str, str]], text: str) -> None:
-    """Raises ValueError where a chat template does not write a message that the model is told."""
-    of_others = [message for message in messages if message["role"] != "assistant"]
+def _of_tools(tokenizer: FolderTokenizer, message: ChatMessage) -> dict[str, Any]:
+    """Returns the calls of tools in a message, or the call that it answers, as training gives them to the template."""
+    if message.tool_calls and message.role != "assistant":
+        raise ValueError(
+            f"an answer of the assistant alone calls tools; got tool_calls in a message of the role {message.role!r}. Leave "
+            "them out, or correct the role."
+        )
+    if message.tool_calls and not tokenizer.uses("tool_calls"):
+        raise ValueError(
+            'tool_calls need a chat template that writes them; got one without "tool_calls". Leave the calls out with what '
+            "the tools returned, or give both as text."
+        )
+    found: dict[str, Any] = {}
+    if message.tool_calls:
+        found["tool_calls"] = [each.model_dump() for each in message.tool_calls]
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    return found
+
+
+def _check_told(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Raises ValueError where a chat template does not write a message that the model is told; those of tools as JSON, too."""
+    of_others = [dict(message) for message in messages if message["role"] != "assistant"]
+    for message in (each for each in of_others if each["role"] == "tool"):
+        as_json = json.dumps(message["content"], ensure_ascii=False)[1:-1]
+        if message["content"].strip() not in text and as_json in text:
+            message["content"] = as_json
     if left_out := roles_left_out(of_others, text):
         raise ValueError(
             "the model's chat template must write what it is told; got a message of the role "

@@ -48,7 +48,7 @@ def stand_in(monkeypatch, values=(), *, process=0, count=2, everyone_ends=False)
     monkeypatch.setattr(endings, "coordination", lambda: state)
     monkeypatch.setattr(coordination, "client", lambda: service)
     monkeypatch.setattr(coordination, "_uses", type(coordination._uses)())
-    for name in ("_completed", "_codes", "_follows"):
+    for name in ("_completed", "_codes", "_follows", "_leaving"):
         monkeypatch.setattr(endings, name, [])
     monkeypatch.setattr(endings, "_said", threading.Lock())
     monkeypatch.setattr(jax, "process_count", lambda: count)
