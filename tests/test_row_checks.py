@@ -772,6 +772,17 @@ def test_pairs_of_rows_of_two_halves_are_refused_for_any_size_of_a_microbatch(nu
         check_rows(*of_pairs(halves), num_parts)
 
 
+def test_a_squeeze_of_the_dim_of_rows_is_told_where_a_microbatch_has_one():
+    squeezed = lambda o, b: (jnp.sum(jnp.squeeze(o) ** 2), jnp.float32(jnp.squeeze(o).shape[0]))
+    kept = lambda o, b: (jnp.sum(jnp.squeeze(o[:, None], 1) ** 2), jnp.float32(len(o)))
+    model = lambda params, batch: batch["x"] @ params["w"]
+    params, batch = {"w": jnp.ones((3, 2))}, {"x": jnp.ones((8, 3))}
+    with pytest.warns(UserWarning, match=r"loss: it takes the dim of rows away .*\(squeeze at"):
+        check_rows(model, squeezed, params, batch, 8)
+    check_rows(model, squeezed, params, batch, 4)
+    check_rows(model, kept, params, batch, 8)
+
+
 def test_a_model_that_takes_rows_apart_but_no_odd_number_of_them_is_taken():
     model, loss, *trees = of_pairs(lambda out: (out, 0 * out))
 

@@ -122,6 +122,9 @@ ROWS = {
     "views that are counted": lambda p, h, y, t: (
         jnp.concatenate([h, 2 * h]) * jnp.repeat(jnp.array([1.0, 2.0]), len(h))[:, None, None]
     ),
+    "two views of one encoder": lambda p, h, y, t: (
+        lambda views: views[0] * jax.lax.stop_gradient(views[1])
+    )(jnp.split(jnp.tanh(jnp.concatenate([h, h + 1]) @ p), 2)),
     "a bias in halves": lambda p, h, y, t: (h.reshape(2, -1, 5, 6) + p[None, None, None]).reshape(
         h.shape
     ),
@@ -501,6 +504,15 @@ def test_a_rule_of_tangents_that_mixes_rows_puts_a_function_in_doubt(name):
         assert "test_row_dependence.py" in found.why.line
     else:
         assert not found.why
+
+
+def test_a_forward_pass_of_its_own_that_mixes_rows_puts_a_function_in_doubt():
+    centred = jax.custom_vjp(lambda h: h - h.mean((1, 2), keepdims=True))
+    centred.defvjp(lambda h: (h - h.mean(0, keepdims=True), None), lambda _, ct: (ct,))
+    (found,) = read(lambda p, h, y, t: centred(h))
+    assert found.kind is Kind.ROWS
+    assert "forward pass, where it is differentiated, mixes rows" in found.why.what
+    assert "test_row_dependence.py" in found.why.line
 
 
 def test_a_sum_with_a_derivative_of_its_own_that_mixes_rows_is_in_doubt():

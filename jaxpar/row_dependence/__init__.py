@@ -16,9 +16,13 @@ says so, and the doubt goes along with it.
 - `operation.py`: an operation in both jaxprs, and the results that rules have in common.
 - `rules.py`: the tables, of which rule is that of which operation.
 - `elements.py`: the rules of operations on each element: sums, products, choices.
-- `dims.py`: the rules of operations that reduce, move, cut or join dims.
+- `dims.py`: the rules of operations that reduce dims, move them, or put elements in another order.
+- `parts.py`: the rules of operations that take parts of rows, or join them.
 - `indices.py`: the rules of products of matrices, and of reads and writes at indices.
 - `collectives.py`: the rules of collectives over a mesh axis that splits the rows.
+- `copies.py`: the dims along which a value that depends on no row is one element, copied.
+- `expressions.py`: which variables are computed in the same way.
+- `trips.py`: what the trips of loops make of values.
 - `places.py`: what makes values that depend on no row depend on their places.
 - `constants.py`: arrays and numbers that are written in a function.
 - `reader.py`: reads jaxprs: calls, branches and loops.

@@ -65,6 +65,11 @@ def _doubt(
     except Exception:  # code of the user's, which may fail in any way
         return NONE if op.is_of_library else op.told("its own derivative cannot be traced")
     found = read(few, many, [*given, *of_results])
+    again, found = found[: len(of_results)], found[len(of_results) :]
+    for value in again:
+        if value.kind is Kind.MIXED:
+            what = f"its forward pass, where it is differentiated, mixes rows: {value.why.what}"
+            return value.why._replace(what=what)
     for value in found:
         if value.kind is Kind.MIXED:
             what = f"its own derivative mixes rows: {value.why.what}"
@@ -99,13 +104,16 @@ def _gradient_of(value: Value) -> Value:
 
 
 def _backward(equation: Any) -> Any:
-    """Returns the jaxpr of a call's gradients, of its operands and of the gradients of its results."""
+    """Returns the jaxpr of a call's results and gradients, of its operands and of the gradients of its results.
+
+    The results are those of its own forward pass, which may be another function than the call.
+    """
 
     def gradients(operands: list[Any], of_results: list[Any]) -> list[Any]:
         call = lambda *real: _real_results(equation, operands, real)
         real = [x for x, at in zip(operands, equation.invars, strict=True) if _is_real(at)]
-        _, pull = jax.vjp(call, *real)
-        return list(pull(of_results))
+        results, pull = jax.vjp(call, *real)
+        return [*results, *pull(of_results)]
 
     shapes = [each.aval for each in equation.invars]
     of_results = [each.aval for each in equation.outvars if _is_real(each)]

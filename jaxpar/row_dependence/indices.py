@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jaxpar.row_dependence.dims import sliced
 from jaxpar.row_dependence.elements import (
     elementwise,
     joined,
@@ -12,6 +11,7 @@ from jaxpar.row_dependence.operation import (
     Operation,
     span_of_shape,
 )
+from jaxpar.row_dependence.parts import sliced
 from jaxpar.row_dependence.values import (
     MOVED,
     NONE,

@@ -24,7 +24,6 @@ from jaxpar.row_dependence.constants import of_constant
 from jaxpar.row_dependence.copies import with_copies
 from jaxpar.row_dependence.elements import (
     chosen,
-    elementwise,
     joined,
     with_conditions,
 )
@@ -39,7 +38,14 @@ from jaxpar.row_dependence.rules import (
     RULES,
     TAKE_MIXED,
 )
-from jaxpar.row_dependence.trips import trips_of
+from jaxpar.row_dependence.trips import (
+    after_trips,
+    counted,
+    kept_by_trips,
+    of_varying_trips,
+    stacked_over_trips,
+    trips_of,
+)
 from jaxpar.row_dependence.values import (
     EVERY_DIM,
     NONE,
@@ -269,13 +275,13 @@ class Reader:
         if goes_on.is_free and goes_on.growth == 1:
             return carry
         body = opened(few)
-        kept = _kept(body, of_body, len(carry))
+        kept = kept_by_trips(body, of_body, len(carry))
         carried = list(zip(body.invars[of_body:], kept, strict=True))
         trips = trips_of(op, {id(before) for before, is_kept in carried if not is_kept})
         made = []
         for at, (value, (before, is_kept)) in enumerate(zip(carry, carried, strict=True)):
             is_own = is_kept or trips.keep_rows(before, body.outvars[at])
-            made.append(value if is_kept else _after_trips(op, goes_on, value, at, is_own=is_own))
+            made.append(value if is_kept else after_trips(op, goes_on, value, at, is_own=is_own))
         return made
 
     def _scan(self, op: Operation, given: Values) -> Results:
@@ -291,19 +297,21 @@ class Reader:
         few, many = op.both("jaxpr")
         run = lambda carry: body.read(few, many, [*constants, *carry, *entered])
         if is_over_rows:
-            carry, made = self._added_up(op, run, start, entered, _kept(opened(few), first, count))
+            carry, made = self._added_up(
+                op, run, start, entered, kept_by_trips(opened(few), first, count)
+            )
         else:
             carry, made = self._settled(op, run, start)
-        kept = _kept(opened(few), first, count)
+        kept = kept_by_trips(opened(few), first, count)
         if varies and not is_over_rows:
             both = enumerate(zip(start, carry, kept, strict=True))
-            carry = [a if k else _of_varying_trips(op, a, b, at) for at, (a, b, k) in both]
+            carry = [a if k else of_varying_trips(op, a, b, at) for at, (a, b, k) in both]
         ys = enumerate(made[count:], count)
         if varies and not is_over_rows and not all(kept):
-            ys = ((at, _counted(value)) for at, value in ys)
+            ys = ((at, counted(value)) for at, value in ys)
         return [
             *carry,
-            *(_stacked_over_trips(op, v, at, is_over_rows=is_over_rows) for at, v in ys),
+            *(stacked_over_trips(op, v, at, is_over_rows=is_over_rows) for at, v in ys),
         ]
 
     def _settled(
@@ -414,56 +422,6 @@ def _passes_one(branches: Sequence[Any], at: int) -> bool:
         places = [i for i, operand in enumerate(branch.invars) if operand is out]
         passed.add(places[0] if places else None)
     return len(passed) == 1 and None not in passed
-
-
-def _kept(body: Any, first: int, count: int) -> list[bool]:
-    """Returns which of the values that a loop carries no trip changes."""
-    carried = body.invars[first : first + count]
-    return [a is b for a, b in zip(carried, body.outvars, strict=False)]
-
-
-def _after_trips(op: Operation, goes_on: Value, value: Value, at: int, *, is_own: bool) -> Value:
-    """Returns a value after trips whose number depends on the rows; ``is_own``: on a row alone, for what is of that row."""
-    if goes_on.kind is Kind.ROWS:
-        return elementwise(op, [goes_on, value], at)
-    if value.kind is Kind.ROWS and goes_on.kind is not Kind.MIXED:
-        why = goes_on.why or op.told("the number of trips depends on the rows")
-        return value if is_own else op.unknown([goes_on, value], why, at)
-    return op.mixed([goes_on, value], "the number of trips depends on the rows", at)
-
-
-def _of_varying_trips(op: Operation, before: Value, after: Value, at: int) -> Value:
-    why = op.told("the number of trips depends on the number of rows")
-    made = op.unknown([before, after], why, at)
-    return replace(made, growth=None) if made.is_free and not made.place else made
-
-
-def _counted(value: Value) -> Value:
-    """Returns what each trip of a loop makes, that may have counted the trips."""
-    if not value.is_free or value.number:
-        return value
-    return replace(value, growth=1.0, place=Place.OTHER)
-
-
-def _stacked_over_trips(
-    op: Operation,
-    value: Value,
-    at: int,
-    *,
-    is_over_rows: bool,
-) -> Value:
-    """Returns what the trips of a loop return, one after another along a new dim."""
-    if value.is_running:
-        return op.mixed([value], "it carries one row to the next", at)
-    if value.span is None or (value.in_loop and not is_over_rows):
-        return value
-    return replace(
-        value,
-        span=value.span._replace(
-            first=value.span.first + 1,
-            last=value.span.last + 1,
-        ),
-    )
 
 
 def _computed(op: Operation, given: Values) -> Value:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.row_dependence import collectives, dims, elements, indices
+from jaxpar.row_dependence import collectives, dims, elements, indices, parts
 from jaxpar.row_dependence.operation import Operation
 from jaxpar.row_dependence.values import Value, Values
 
@@ -44,14 +44,14 @@ _RULES: dict[str, Rule] = {
     "broadcast_in_dim": dims.broadcast,
     "reshape squeeze": dims.reshaped,
     "transpose": dims.transposed,
-    "slice": dims.sliced,
-    "concatenate": dims.concatenated,
+    "slice": parts.sliced,
+    "concatenate": parts.concatenated,
     "iota": dims.counted,
     "stack": dims.stacked,
     "unstack": dims.unstacked,
     "tile": dims.tiled,
     "pad": dims.along(dims.padded, adds=True),
-    "split": dims.along(lambda params: [params["axis"]], adds=True),
+    "split": parts.split,
     "rev": dims.along(lambda params: params["dimensions"], adds=True),
     "cumsum": dims.along(lambda params: [params["axis"]], adds=True),
     "cumprod cummax cummin cumlogsumexp": dims.along(lambda params: [params["axis"]]),

@@ -1,4 +1,6 @@
-"""Loops that end once no row goes on: each row keeps what its own trips made, if what goes on also chooses what is changed.
+"""Loops: what their trips make of values, and those that end once no row goes on.
+
+In such a loop each row keeps what its own trips made, if what goes on also chooses what is changed:
 
     while any(is_large(h)):                                    goes on while some row is large
         h = jnp.where(is_large(h)[:, None], h / 2, h)          and a row that is not is left as it is
@@ -11,8 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpar._compat import Literal, inlined, opened
+from jaxpar.row_dependence.elements import elementwise
 from jaxpar.row_dependence.expressions import Expressions
 from jaxpar.row_dependence.operation import Operation
+from jaxpar.row_dependence.values import Kind, Place, Value
 
 _SHAPES = ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy")
 Choice = tuple[int, bool]  # the number of an expression, and whether it is true where a row goes on
@@ -156,3 +160,57 @@ def _all_of(
     if parts and name == ("and" if is_true else "or"):
         return found.union(*(_all_of(expressions, each, is_true=is_true) for each in operands))
     return found
+
+
+# What loops make ----------------------------------------------------------------------
+
+
+def kept_by_trips(body: Any, first: int, count: int) -> list[bool]:
+    """Returns which of the values that a loop carries no trip changes."""
+    carried = body.invars[first : first + count]
+    return [a is b for a, b in zip(carried, body.outvars, strict=False)]
+
+
+def after_trips(op: Operation, goes_on: Value, value: Value, at: int, *, is_own: bool) -> Value:
+    """Returns a value after trips whose number depends on the rows; ``is_own``: on a row alone, for what is of that row."""
+    if goes_on.kind is Kind.ROWS:
+        return elementwise(op, [goes_on, value], at)
+    if value.kind is Kind.ROWS and goes_on.kind is not Kind.MIXED:
+        why = goes_on.why or op.told("the number of trips depends on the rows")
+        return value if is_own else op.unknown([goes_on, value], why, at)
+    return op.mixed([goes_on, value], "the number of trips depends on the rows", at)
+
+
+def of_varying_trips(op: Operation, before: Value, after: Value, at: int) -> Value:
+    """Returns a value after as many trips as the number of rows says."""
+    why = op.told("the number of trips depends on the number of rows")
+    made = op.unknown([before, after], why, at)
+    return replace(made, growth=None) if made.is_free and not made.place else made
+
+
+def counted(value: Value) -> Value:
+    """Returns what each trip of a loop makes, that may have counted the trips."""
+    if not value.is_free or value.number:
+        return value
+    return replace(value, growth=1.0, place=Place.OTHER)
+
+
+def stacked_over_trips(
+    op: Operation,
+    value: Value,
+    at: int,
+    *,
+    is_over_rows: bool,
+) -> Value:
+    """Returns what the trips of a loop return, one after another along a new dim."""
+    if value.is_running:
+        return op.mixed([value], "it carries one row to the next", at)
+    if value.span is None or (value.in_loop and not is_over_rows):
+        return value
+    return replace(
+        value,
+        span=value.span._replace(
+            first=value.span.first + 1,
+            last=value.span.last + 1,
+        ),
+    )

@@ -21,6 +21,7 @@ that names the line of code. ``row_dependence`` proves it.
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
+from jaxpar._compat import equations, source_line
 from jaxpar.layered_model import (
     LAYERS,
     OUTER,
@@ -94,6 +96,8 @@ def check_rows(
             check_pure(model, loss, params, batch)
             raise
         doubts = found.doubts
+    if own == 1:
+        doubts = [*doubts, *_squeezes_of_one_row(model, loss, *shapes)]
     if doubts and jax.process_index() == 0:
         warnings.warn(_warning(doubts), stacklevel=2)
 
@@ -120,6 +124,31 @@ def _of_sizes(
     batches = [resized(batch, size) for size in sizes]
     reader = Reader(few, many / few, num_joined=num_joined)
     return examine(model, loss, params, batches, reader)
+
+
+def _squeezes_of_one_row(
+    model: Model,
+    loss: Callable,
+    params: PyTree,
+    batch: PyTree,
+) -> list[Reason]:
+    """Returns where the dim of rows is taken away in a microbatch of one row, as ``jnp.squeeze(h)`` does, and of no other."""
+    batches = [resized(batch, size) for size in (1, _FOR_ONE)]
+    try:
+        parts = list(_trace(model, loss, params, batches, (nullcontext, nullcontext)))
+    except Exception:  # any error that a model raises for another number of rows than its own
+        return []
+    what = "it takes the dim of rows away where a microbatch has one row"
+    doubts = []
+    for part in parts:
+        of_one, of_others = (Counter(map(source_line, _squeezes(each))) for each in part.jaxprs)
+        lines = of_one - of_others
+        doubts += [Reason(what, "squeeze", line, part.name) for line in lines]
+    return doubts
+
+
+def _squeezes(jaxpr: Any) -> list[Any]:
+    return [each for each in equations(jaxpr) if each.primitive.name == "squeeze"]
 
 
 def _of_groups(

@@ -1,0 +1,180 @@
+"""The rules of operations that take parts of rows, and of those that join parts and repetitions of them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+from jaxpar.row_dependence.elements import joined
+from jaxpar.row_dependence.operation import Operation, span_of_shape
+from jaxpar.row_dependence.values import (
+    MOVED,
+    SOME_OTHERWISE,
+    TAKEN,
+    Kind,
+    Place,
+    Value,
+    Values,
+    same_growth,
+)
+
+
+def sliced(op: Operation, given: Values) -> Value:
+    """Of a slice from constant indices."""
+    value = given[0]
+    span = value.span
+    cut = op.changed_dims()
+    dims = [d for d in span.dims if d in cut] if span else []
+    if span is None or not dims:
+        return value
+    if len(dims) > 1 or "start_indices" not in op.params:
+        return op.mixed(given, TAKEN)
+    (dim,) = dims
+    is_in_groups = dim == span.last > span.first
+    if is_in_groups and dim not in op.varying_in():
+        old, _ = op.sizes_in(0, dims)
+        new, _ = op.out_shapes()
+        inner = span.inner * new[dim] / old
+        return replace(value, span=span._replace(inner=inner))
+    return _sliced_rows(op, value, dim)
+
+
+def split(op: Operation, given: Values) -> list[Value]:
+    """Of parts along a dim, one after another."""
+    value = given[0]
+    axis = op.params["axis"]
+    if value.span is None or axis not in value.span.dims:
+        return [value] * op.num_outputs
+    few, many = op.both("sizes")
+    if value.span.in_loop or value.span.first < value.span.last:
+        return [op.mixed(given, TAKEN, at) for at in range(op.num_outputs)]
+    bounds = [
+        ((sum(few[:at]), sum(many[:at])), (sum(few[: at + 1]), sum(many[: at + 1])))
+        for at in range(op.num_outputs)
+    ]
+    return [_part_of_rows(op, value, axis, *each) for each in bounds]
+
+
+def _sliced_rows(op: Operation, value: Value, dim: int) -> Value:
+    """Of a slice along the rows: whole repetitions of them, every second element of each, or some."""
+    span = value.rows
+    starts = op.params_of("start_indices", dim)
+    stops = op.params_of("limit_indices", dim)
+    sizes = op.sizes_in(0, [dim])
+    stride = (op.params["strides"] or {dim: 1})[dim]
+    if stride > 1:
+        is_from_start = starts[0] == starts[1] < stride
+        is_uneven = any(size % (stride * span.outer) for size in sizes)
+        if not is_from_start or is_uneven or op.parts_groups(stride / span.inner):
+            return op.mixed([value], TAKEN)
+        return replace(value, span=span._replace(inner=span.inner / stride))
+    return _part_of_rows(op, value, dim, starts, stops)
+
+
+def _part_of_rows(
+    op: Operation,
+    value: Value,
+    dim: int,
+    starts: tuple[int, int],
+    stops: tuple[int, int],
+) -> Value:
+    """Returns what is from start to stop, for few rows and for many."""
+    span = value.rows
+    sizes = op.sizes_in(0, [dim])
+    block = Fraction(sizes[0], span.outer)
+    is_whole = starts[0] % block == stops[0] % block == 0
+    if is_whole and span.first == span.last and not span.part:
+        outer = int((stops[0] - starts[0]) / block)
+        return replace(value, span=span._replace(outer=outer))
+    counts = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    if not op.is_float() and counts[0] == counts[1]:
+        return op.mixed([value], TAKEN)
+    part = tuple(zip(starts, stops, strict=True))
+    return replace(value, span=span._replace(part=part))
+
+
+def concatenated(op: Operation, given: Values) -> Value:
+    """Of arrays one after another: repetitions of rows, or parts of them in their order."""
+    axis = op.params["dimension"]
+    given = _with_rows_of_copies(op, given, axis)
+    spans = [v.span for v in given if v.span]
+    along = [span for span in spans if axis in span.dims]
+    kind = max(v.kind for v in given)
+    if not along or kind is not Kind.ROWS:
+        return joined(op, given)
+    if len(along) < len(given):
+        return op.unknown(given, op.told("it joins rows and other rows"))
+    plain = {span._replace(outer=1, part=()) for span in along}
+    if len(plain) > 1:
+        return op.mixed(given, "it joins rows in another order")
+    growth = given[0].growth
+    if not all(same_growth(growth, v.growth) for v in given):
+        what = "it joins rows and what depends on their number"
+        return op.mixed(given, what)
+    first = along[0]
+    parts = [span.part for span in along]
+    if not any(parts):
+        outer = sum(span.outer for span in along)
+        whole = first._replace(outer=outer)
+        return op.rows_at(given, whole, growth)
+    sizes = tuple(shape[axis] for shape in op.out_shapes())
+    if not _are_in_order(parts, sizes):
+        return op.mixed(given, MOVED)
+    made = op.rows_at(given, first._replace(part=()), growth)
+    if made.why or _are_shares(op, parts, sizes):
+        return made
+    why = op.told(SOME_OTHERWISE)
+    return replace(made, place=Place.OTHER, why=why)
+
+
+def _with_rows_of_copies(op: Operation, given: Values, axis: int) -> Values:
+    """Returns the values that are joined along rows: those that depend on none have elements for each row too."""
+    of_rows = all(op.varying_in(at) == [axis] for at, v in enumerate(given) if v.is_free)
+    numbers = {v.number for v in given}
+    is_one_number = len(numbers) == 1 and None not in numbers
+    if not of_rows or is_one_number or axis not in op.varying_out():
+        return given
+    pairs = enumerate(given)
+    return [_rows_of_copies(op, at, v, axis) if v.is_free else v for at, v in pairs]
+
+
+def _rows_of_copies(op: Operation, at: int, value: Value, axis: int) -> Value:
+    span = span_of_shape(op.in_shapes(at)[0], [axis], op.rows)
+    return op.rows_at([value], span, value.growth)
+
+
+def _are_shares(op: Operation, parts: Sequence[tuple], sizes: tuple[int, ...]) -> bool:
+    """Whether each part is the same share of few rows and of many, and no part is treated otherwise."""
+    few, many = sizes
+    stops = [(stop, stop_of_many) for (_, stop), (_, stop_of_many) in parts]
+    are_shares = all(stop * many == stop_of_many * few for stop, stop_of_many in stops)
+    return are_shares and (op.is_of_library or _are_treated_alike(op))
+
+
+def _are_treated_alike(op: Operation) -> bool:
+    """Whether the parts are the same function of slices of one value."""
+    axis = op.params["dimension"]
+
+    def slice_of_rows(equation: Any) -> Any:
+        starts = equation.params.get("start_indices")
+        if equation.primitive.name == "split" and equation.params["axis"] == axis:
+            return id(equation.invars[0]), ()
+        if equation.primitive.name != "slice" or axis >= len(starts):
+            return None
+        others = [starts, equation.params["limit_indices"]]
+        kept = tuple(tuple(at for d, at in enumerate(each) if d != axis) for each in others)
+        return id(equation.invars[0]), kept
+
+    numbers = {op.expressions.number(part, slice_of_rows) for part in op.few.invars}
+    return len(numbers) == 1
+
+
+def _are_in_order(parts: Sequence[tuple], sizes: tuple[int, ...]) -> bool:
+    """Whether each part starts where the one before it stops, and together they are all rows."""
+    if not all(parts):
+        return False
+    starts = [tuple(start for start, _ in part) for part in parts]
+    stops = [tuple(stop for _, stop in part) for part in parts]
+    are_chained = starts[1:] == stops[:-1]
+    is_whole = starts[0] == (0, 0) and stops[-1] == sizes
+    return are_chained and is_whole
