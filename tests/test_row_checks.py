@@ -1196,10 +1196,20 @@ def test_an_array_of_all_rows_that_a_function_closes_over_is_told_to_belong_in_t
     assert "one of the 4 parts of a batch" in note
 
 
+KEYS = list(jax.random.split(jax.random.key(5), 40))
+TABLES = [np.array([[np.nan, 1.0 + n]], np.float32) for n in range(40)]
 COUNTED = {
     "a key": (
         lambda h, n: h * jax.random.bernoulli(jax.random.key(n), 0.7, (1, 2)),
         r"other numbers in a second trace, \d+ and then \d+\.",
+    ),
+    "a key of a list": (
+        lambda h, n: h * jax.random.bernoulli(KEYS[n], 0.7, (1, 2)),
+        r"other numbers in a second trace, [\d.e+]+ and then [\d.e+]+\.",
+    ),
+    "numbers behind others that are none": (
+        lambda h, n: h + jnp.where(TABLES[n] > 0, TABLES[n], 0.0),
+        r"other numbers in a second trace, [1-9]\d* and then [1-9]\d*\.",
     ),
     "an operation": (
         lambda h, n: (jnp.tanh, jnp.sin)[n % 2](h),

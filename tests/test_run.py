@@ -1,5 +1,6 @@
 """A run in a loop of one's own: what it refuses, and what it prints by."""
 
+import argparse
 import contextlib
 import dataclasses
 import io
@@ -28,6 +29,7 @@ from jaxpar.run import BasicFlags, ConfigError, Run, folder
 from jaxpar.run.call_order import CallOrder, CallOrderError
 from jaxpar.run.early_stop import EarlyStop, check_best_is_saved
 from jaxpar.run.evaluation import say_best
+from jaxpar.run.kept_numbers import describe, kept_numbers
 from jaxpar.run.learning_rate import remark_on_rate
 from jaxpar.run.messages import remark_on_first_step, say, say_written
 from jaxpar.run.start import advice_on_finite_steps, check_processes, first_state
@@ -369,6 +371,39 @@ def test_what_could_not_be_saved_is_told_before_the_first_step(tmp_path, samples
         run.compile(jaxpar.make_train_step(grads, optax.sgd(0.1)), jnp.zeros(2))
         with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
             run.begin()
+            next(run.steps())
+
+
+def test_samples_may_be_those_of_a_loader_that_is_made_after_the_run_has_begun(tmp_path):
+    flags, mesh = BasicFlags.of(out_dir=tmp_path, steps=2, checkpoint_every=1), jaxpar.make_mesh()
+    shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
+    grads = jax.value_and_grad(lambda params, batch: jnp.sum(params["w"] * batch))
+    loader = {}
+    with Run(flags, mesh, {"a": 1}, samples=lambda step: loader["rows"] + step) as run:
+        run.restore(
+            lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optax.sgd(0.1), mesh, shardings
+        )
+        train_step = run.compile(jaxpar.make_train_step(grads, optax.sgd(0.1)), jnp.zeros(2))
+        state = run.begin()
+        loader["rows"] = run.origin.samples + 40
+        for step in run.steps():
+            state, metrics = train_step(state, jnp.zeros(2))
+            run.log(step, state, metrics)
+    assert run.checkpoints.manifest(2).samples == 42
+
+
+@dataclasses.dataclass
+class Unset:
+    rate: float = 0.1
+    warm: float = dataclasses.field(init=False)
+
+
+def test_settings_that_hold_themselves_are_refused_and_fields_that_are_not_set_left_out(tmp_path):
+    assert plain_json({"of": Unset()}) == {"of": {"Unset": {"rate": 0.1}}}
+    around = argparse.Namespace(rate=0.1)
+    around.parent = around
+    with pytest.raises(TypeError, match=r"got one that holds itself: of\. Give the numbers"):
+        Run(BasicFlags.of(out_dir=tmp_path), jaxpar.make_mesh(), {"rate": 0.1, "of": around})
 
 
 def test_settings_of_plain_values_are_taken_in_dataclasses_and_enums_too(tmp_path):
@@ -657,6 +692,26 @@ def test_a_rate_that_the_optimizer_keeps_in_its_state_is_told_and_can_be_set(tmp
         )
         == 2
     )
+
+
+def test_rates_of_groups_of_params_are_set_each_by_its_path():
+    groups = lambda *rates: optax.multi_transform(
+        {
+            name: optax.inject_hyperparams(optax.sgd)(rate)
+            for name, rate in zip("ab", rates, strict=True)
+        },
+        {"w": "a", "b": "b"},
+    )
+    params = {"w": jnp.ones(2), "b": jnp.ones(1)}
+    saved = groups(0.25, 0.5).init(params)
+    for rates in ((1.0, 0.5), (1.0, 2.0)):
+        told = describe(kept_numbers(groups(*rates), params, saved), saved)
+        code = told.partition("`state = run.begin()`: ")[2]
+        state = jaxpar.TrainState(0, params, saved, 0)
+        names = {"state": state, "jax": jax, "jnp": jnp, "jaxpar": jaxpar}
+        exec(code, names := names | {"dataclasses": dataclasses})
+        now = optax.tree.get_all_with_path(names["state"].opt_state, "learning_rate")
+        assert tuple(float(rate) for _, rate in now) == rates
 
 
 def trained_at(flags, optimizer, said, change):

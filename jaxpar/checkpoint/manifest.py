@@ -171,7 +171,8 @@ def _plain(value: Any) -> Any:
 def parts_of(value: Any) -> dict[str, Any] | None:
     """Returns what a dataclass or a namespace holds, of which its text may leave something out; None for other values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        names = [each.name for each in dataclasses.fields(value)]
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
     return dict(vars(value)) if isinstance(value, (Namespace, SimpleNamespace)) else None
 
 

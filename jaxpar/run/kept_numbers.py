@@ -6,7 +6,7 @@
 A number that updates change, such as a count or a scale, is none of these: it differs from its initial value in any case.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -45,16 +45,36 @@ def kept_numbers(optimizer: Any, params: PyTree, opt_state: PyTree) -> dict[str,
     return differ
 
 
-def describe(kept: dict[str, tuple[Any, Any]]) -> str:
+def describe(kept: dict[str, tuple[Any, Any]], opt_state: PyTree) -> str:
     """Returns what to say of the numbers that a resume goes on with, and how to go on with the new ones."""
-    pairs = list(kept.items())[:SHOWN]
-    name = lambda path: path.rpartition("/")[2]
-    got = ", ".join(f"{name(path)}={saved!s} as saved, not {now!s}" for path, (saved, now) in pairs)
-    new = ", ".join(f"{name(path)}=jnp.{now.dtype}({now!s})" for path, (_, now) in pairs)
+    pairs = list(kept.items())
+    names = [_name(path_string(path)) for path, _ in jax.tree_util.tree_leaves_with_path(opt_state)]
+    are_apart = all(names.count(_name(path)) == 1 for path in kept)
+    shown = _name if are_apart else lambda path: path
+    told = [f"{shown(path)}={saved!s} as saved, not {now!s}" for path, (saved, now) in pairs]
+    more = f", and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
     return (
         "a resume goes on with the saved state of the optimizer, in which optax.inject_hyperparams keeps its numbers: "
-        f"{got}. To use the new ones, write after `state = run.begin()`: "
-        f"state = dataclasses.replace(state, opt_state=optax.tree.set(state.opt_state, {new}))"
+        f"{', '.join(told[:SHOWN])}{more}. To use the new ones, write after `state = run.begin()`: "
+        f"{_by_name(pairs) if are_apart else _by_path(pairs)}"
+    )
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _by_name(pairs: Sequence[tuple[str, tuple[Any, Any]]]) -> str:
+    new = ", ".join(f"{_name(path)}=jnp.{now.dtype}({now!s})" for path, (_, now) in pairs)
+    return f"state = dataclasses.replace(state, opt_state=optax.tree.set(state.opt_state, {new}))"
+
+
+def _by_path(pairs: Sequence[tuple[str, tuple[Any, Any]]]) -> str:
+    """Returns the line that sets numbers of which several have one name, as those of groups of params have."""
+    new = ", ".join(f'"{path}": jnp.{now.dtype}({now!s})' for path, (_, now) in pairs)
+    return (
+        f"new = {{{new}}}; state = dataclasses.replace(state, opt_state=jax.tree_util.tree_map_with_path("
+        "lambda path, x: new.get(jaxpar.sharding.path_string(path), x), state.opt_state))"
     )
 
 

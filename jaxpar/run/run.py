@@ -266,7 +266,7 @@ class Run(AbstractContextManager["Run"]):
             {"schedule": self.schedule, "num_steps": self.flags.common.steps},
         )
         self._order.begin(self.flags, self.first_step)
-        self.checkpoints.check_about(**self._about(self.first_step))
+        self.checkpoints.check_about(**self._about(self.first_step, is_first=True))
         self._watchers.append(
             ReportWriter(
                 self.out_dir, lambda: step_data(compiled, self.target, self.mesh, **shared)
@@ -298,6 +298,7 @@ class Run(AbstractContextManager["Run"]):
                 state is nowhere else.
         """
         self._order.begin_loop()
+        self.checkpoints.check_about(**self._about(self.first_step))
         common, checkpoint = self.flags.common, self.flags.checkpoint
         first = {"first_step": self.first_step, "watchers": self._watchers}
         self._log = self._resources.enter_context(
@@ -341,12 +342,12 @@ class Run(AbstractContextManager["Run"]):
             raise
         self._seconds = self.seconds
 
-    def _about(self, step: int) -> dict[str, Any]:
-        """Returns what is saved with the state after so many steps."""
+    def _about(self, step: int, *, is_first: bool = False) -> dict[str, Any]:
+        """Returns what is saved with the state after so many steps; ``is_first``: the samples are not asked for yet."""
         return {
             "key": jax.random.key(self.flags.common.seed),
             "config": self._settings,
-            "samples": self._samples(step),
+            "samples": 0 if is_first else self._samples(step),
             "traits": self._traits.as_json(),
         }
 

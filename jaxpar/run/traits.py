@@ -49,6 +49,11 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     The text of an object has its address, which differs between processes, or nothing of what it holds, as a generator of
     random numbers has; that of a long array leaves out the middle.
     """
+    if within := [name for name, value in settings.items() if _holds_itself(value)]:
+        raise TypeError(
+            "a setting must be a number, a text, or a list or dict of these; got one that holds itself: "
+            f"{', '.join(within)}. Give the numbers and names that results depend on."
+        )
     if wrong := {
         name: value
         for name, value in settings.items()
@@ -77,6 +82,15 @@ def _parts(value: Any) -> Iterator[Any]:
             yield from _parts(each)
     else:
         yield value
+
+
+def _holds_itself(value: Any) -> bool:
+    try:
+        for _ in _parts(value):
+            pass
+    except RecursionError:
+        return True
+    return False
 
 
 def _is_told_by_text(value: Any) -> bool:
@@ -201,7 +215,7 @@ class Traits:
         """
         kept = self._kept(opt_state)
         if kept:
-            self._say(describe(kept))
+            self._say(describe(kept, opt_state))
         self._saved = saved or {}
         then, now = self._saved.get("optimizer"), self._optimizer()
         is_same_software = self._saved.get("versions") == _versions()

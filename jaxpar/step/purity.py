@@ -150,21 +150,29 @@ def _same(one: Any, other: Any) -> bool:
         return True
     if not all(map(_can_be_read, (one, other))):
         return True
-    pair = [np.asarray(each) for each in (one, other)]
+    pair = _as_numbers(one, other)
     has_nan = all(jnp.issubdtype(each.dtype, jnp.inexact) for each in pair)
     return np.array_equal(*pair, equal_nan=has_nan)
 
 
 def _can_be_read(value: Any) -> bool:
-    is_key = jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended)
-    return not is_key and getattr(value, "is_fully_addressable", True)
+    return getattr(value, "is_fully_addressable", True)
+
+
+def _as_numbers(*values: Any) -> list[np.ndarray]:
+    """Returns values as arrays of NumPy, and random keys as the numbers that they are made of."""
+    is_key = lambda value: jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key)
+    with jax.ensure_compile_time_eval():
+        plain = [jax.random.key_data(each) if is_key(each) else each for each in values]
+    return list(map(np.asarray, plain))
 
 
 def _first_apart(one: Any, other: Any) -> tuple[str, str]:
     """Returns the first number in which two values differ, as text, or their shapes."""
-    pair = [np.asarray(each) for each in (one, other)]
+    pair = _as_numbers(one, other)
     if pair[0].shape != pair[1].shape:
         return f"an array {list(pair[0].shape)}", f"one {list(pair[1].shape)}"
-    at = int(np.argmax((pair[0] != pair[1]).reshape(-1)))
+    are_nan = (pair[0] != pair[0]) & (pair[1] != pair[1])
+    at = int(np.argmax(((pair[0] != pair[1]) & ~are_nan).reshape(-1)))
     first, second = (each.flat[at].item() for each in pair)
     return f"{first:g}", f"{second:g}"
