@@ -12,7 +12,7 @@ PartitionSpec, or a dim of a table of params to an axis. For the params of a Lay
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -85,6 +85,7 @@ def shardings_from_paths(
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     paths = [path_string(path) for path, _ in leaves]
     check_paths(paths)
+    _check_arrays(zip(paths, (leaf for _, leaf in leaves), strict=True))
     chosen = [next((rule for rule in rules if path_matches(path, rule)), None) for path in paths]
     _check_rules_used(rules, paths, chosen)
     if strict and None in chosen:
@@ -95,6 +96,16 @@ def shardings_from_paths(
         )
     specs = [replicated() if rule is None else rules[rule] for rule in chosen]
     return _shardings(params, treedef.unflatten(specs), mesh)
+
+
+def _check_arrays(leaves: Iterable[tuple[str, Any]]) -> None:
+    """Raises TypeError for a leaf of params that is no array or number, such as an activation of an Equinox module."""
+    for path, leaf in leaves:
+        if not (hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)):
+            raise TypeError(
+                f"params must be arrays; got {type(leaf).__name__} at {path}. Take the arrays of an Equinox module by "
+                "eqx.partition(module, eqx.is_array), or make init and apply by jaxpar.adapters.from_equinox."
+            )
 
 
 def check_paths(paths: Sequence[str]) -> None:

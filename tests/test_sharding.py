@@ -307,3 +307,9 @@ def test_two_params_of_one_path_are_refused():
         match=r"each array must have a path of its own, .*; got a/w for two, such as .*Rename one",
     ):
         jaxpar.shardings_from_paths(params, jaxpar.make_mesh(), {"**": jaxpar.replicated()})
+
+
+def test_params_with_a_leaf_that_is_no_array_are_told_its_path():
+    params = {"w": np.ones(2), "activation": jax.nn.relu, "rate": 0.5}
+    with pytest.raises(TypeError, match=r"must be arrays; got \w+ at activation\. Take the arrays"):
+        jaxpar.shardings_from_paths(params, jaxpar.make_mesh(), {"**": jaxpar.replicated()})

@@ -19,8 +19,13 @@ def roles_left_out(messages: Sequence[Mapping[str, Any]], text: str) -> list[str
     """
     contents = [message["content"].strip() for message in messages]
     places, left_out = _Places(text), dict[str, int]()
-    for number in sorted(range(len(contents)), key=lambda number: -len(contents[number])):
-        content, role = contents[number], messages[number]["role"]
+    longest_first = sorted(
+        range(len(contents)),
+        key=lambda number: -len(contents[number]),
+    )
+    for number in longest_first:
+        content = contents[number]
+        role = messages[number]["role"]
         is_told = role in left_out  # and its other messages are not looked for everywhere
         has_place = not content or places.take(number, content, is_nearby=is_told)
         if not has_place and not is_told:
@@ -51,7 +56,10 @@ class _Places:
         first = self._taken[after - 1][2] if after else 0
         last = self._taken[after][1] if after < len(self._taken) else len(self._text)
         near = len(content) + NEARBY
-        looked_in = [(first, min(last, first + near)), (max(first, last - near), last)]
+        looked_in = [
+            (first, min(last, first + near)),
+            (max(first, last - near), last),
+        ]
         if not is_nearby:
             looked_in += [(first, last), (0, len(self._text))]
         found = (self._find(content, *each) for each in looked_in)

@@ -41,10 +41,13 @@ def _are_equal(few: Any, many: Any) -> bool:
     """Whether two arrays of one shape are the same; those that cannot be read are taken to be."""
     if few is many or not (_is_here(few) and _is_here(many)):
         return True
-    dtypes = {jnp.result_type(few), jnp.result_type(many)}
-    if len(dtypes) > 1 or any(jnp.issubdtype(each, jax.dtypes.extended) for each in dtypes):
-        return len(dtypes) == 1
-    few, many = np.asarray(few), np.asarray(many)
+    dtype, other = map(jnp.result_type, (few, many))
+    if dtype != other:
+        return False
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return True
+    few = np.asarray(few)
+    many = np.asarray(many)
     return np.array_equal(few, many, equal_nan=few.dtype.kind in "fc")
 
 

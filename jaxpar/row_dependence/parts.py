@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 from jaxpar.row_dependence.elements import joined
@@ -48,11 +49,13 @@ def split(op: Operation, given: Values) -> list[Value]:
     few, many = op.both("sizes")
     if value.span.in_loop or value.span.first < value.span.last:
         return [op.mixed(given, TAKEN, at) for at in range(op.num_outputs)]
-    bounds = [
-        ((sum(few[:at]), sum(many[:at])), (sum(few[: at + 1]), sum(many[: at + 1])))
-        for at in range(op.num_outputs)
-    ]
-    return [_part_of_rows(op, value, axis, *each) for each in bounds]
+    made = []
+    edges = (sum(few[:at]) for at in range(op.num_outputs + 1))
+    edges_of_many = (sum(many[:at]) for at in range(op.num_outputs + 1))
+    for starts, stops in pairwise(zip(edges, edges_of_many, strict=True)):
+        part = _part_of_rows(op, value, axis, starts, stops)
+        made.append(part)
+    return made
 
 
 def _sliced_rows(op: Operation, value: Value, dim: int) -> Value:
@@ -129,13 +132,17 @@ def concatenated(op: Operation, given: Values) -> Value:
 
 def _with_rows_of_copies(op: Operation, given: Values, axis: int) -> Values:
     """Returns the values that are joined along rows: those that depend on none have elements for each row too."""
-    of_rows = all(op.varying_in(at) == [axis] for at, v in enumerate(given) if v.is_free)
+    free = [at for at, value in enumerate(given) if value.is_free]
+    are_of_rows = all(op.varying_in(at) == [axis] for at in free)
     numbers = {v.number for v in given}
     is_one_number = len(numbers) == 1 and None not in numbers
-    if not of_rows or is_one_number or axis not in op.varying_out():
+    if not are_of_rows or is_one_number or axis not in op.varying_out():
         return given
-    pairs = enumerate(given)
-    return [_rows_of_copies(op, at, v, axis) if v.is_free else v for at, v in pairs]
+    made = []
+    for at, value in enumerate(given):
+        of_rows = _rows_of_copies(op, at, value, axis) if value.is_free else value
+        made.append(of_rows)
+    return made
 
 
 def _rows_of_copies(op: Operation, at: int, value: Value, axis: int) -> Value:
@@ -156,14 +163,16 @@ def _are_treated_alike(op: Operation) -> bool:
     axis = op.params["dimension"]
 
     def slice_of_rows(equation: Any) -> Any:
-        starts = equation.params.get("start_indices")
-        if equation.primitive.name == "split" and equation.params["axis"] == axis:
-            return id(equation.invars[0]), ()
-        if equation.primitive.name != "slice" or axis >= len(starts):
+        name = equation.primitive.name
+        params = equation.params
+        whole = id(equation.invars[0])
+        if name == "split" and params["axis"] == axis:
+            return whole, ()
+        if name != "slice" or axis >= len(params["start_indices"]):
             return None
-        others = [starts, equation.params["limit_indices"]]
-        kept = tuple(tuple(at for d, at in enumerate(each) if d != axis) for each in others)
-        return id(equation.invars[0]), kept
+        bounds = params["start_indices"], params["limit_indices"]
+        kept = tuple(each[:axis] + each[axis + 1 :] for each in bounds)
+        return whole, kept
 
     numbers = {op.expressions.number(part, slice_of_rows) for part in op.few.invars}
     return len(numbers) == 1
