@@ -775,8 +775,15 @@ def test_pairs_of_rows_of_two_halves_are_refused_for_any_size_of_a_microbatch(nu
 def test_a_squeeze_of_the_dim_of_rows_is_told_where_a_microbatch_has_one():
     squeezed = lambda o, b: (jnp.sum(jnp.squeeze(o) ** 2), jnp.float32(jnp.squeeze(o).shape[0]))
     kept = lambda o, b: (jnp.sum(jnp.squeeze(o[:, None], 1) ** 2), jnp.float32(len(o)))
+    pairs = lambda params, batch: (
+        (batch["x"][:, None] @ batch["x"][..., None])[:, 0] @ params["w"][:1]
+    )
     model = lambda params, batch: batch["x"] @ params["w"]
     params, batch = {"w": jnp.ones((3, 2))}, {"x": jnp.ones((8, 3))}
+    check_rows(pairs, kept, params, batch, 8)  # of which JAX's product squeezes a single one
+    of_method = lambda o, b: (jnp.sum(o.squeeze() ** 2), jnp.float32(len(o.squeeze())))
+    with pytest.warns(UserWarning, match=r"loss: it takes the dim of rows away"):
+        check_rows(model, of_method, params, batch, 8)
     with pytest.warns(UserWarning, match=r"loss: it takes the dim of rows away .*\(squeeze at"):
         check_rows(model, squeezed, params, batch, 8)
     check_rows(model, squeezed, params, batch, 4)

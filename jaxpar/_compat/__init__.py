@@ -45,6 +45,7 @@ from jaxpar._compat.jaxprs import (
     inner_jaxprs,
     is_in_einsum,
     is_jaxpr,
+    is_squeeze_of_user,
     linear_solve,
     literal_value,
     literals,

@@ -1,7 +1,9 @@
 """Jaxprs and their equations, read."""
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 import jax
@@ -90,6 +92,18 @@ def source_line(equation: Any, outside: str | None = None) -> str:
 def is_in_einsum(equation: Any) -> bool:
     """Returns whether an equation is part of an einsum, which multiplies its operands in an order that depends on sizes."""
     return "->" in str(equation.source_info.name_stack)
+
+
+def is_squeeze_of_user(equation: Any) -> bool:
+    """Returns whether ``squeeze`` was called, by the user and not by another function of JAX, such as a product of matrices."""
+    traceback = equation.source_info.traceback
+    if equation.primitive.name != "squeeze" or traceback is None:
+        return False
+    inside = f"{os.sep}jax{os.sep}"
+    of_jax = takewhile(lambda frame: inside in frame.file_name, traceback.frames)
+    names = [frame.function_name for frame in of_jax]
+    around = names[names.index("squeeze") + 1 :] if "squeeze" in names else ["another"]
+    return all("meth" in name or "squeeze" in name for name in around)
 
 
 def literal_value(literal: Any) -> Any:

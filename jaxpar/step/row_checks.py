@@ -30,7 +30,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from jaxpar._compat import equations, source_line
+from jaxpar._compat import equations, is_squeeze_of_user, source_line
 from jaxpar.layered_model import (
     LAYERS,
     OUTER,
@@ -148,7 +148,7 @@ def _squeezes_of_one_row(
 
 
 def _squeezes(jaxpr: Any) -> list[Any]:
-    return [each for each in equations(jaxpr) if each.primitive.name == "squeeze"]
+    return list(filter(is_squeeze_of_user, equations(jaxpr)))
 
 
 def _of_groups(
