@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Any
@@ -90,8 +91,9 @@ def source_line(equation: Any, outside: str | None = None) -> str:
 
 
 def is_in_einsum(equation: Any) -> bool:
-    """Returns whether an equation is part of an einsum, which multiplies its operands in an order that depends on sizes."""
-    return "->" in str(equation.source_info.name_stack)
+    """Returns whether an equation is part of an einsum of three operands or more, whose order depends on their sizes."""
+    scope = str(equation.source_info.name_stack)
+    return bool(re.search(r"(^|/)[\w. ]*,[\w. ]*,[\w., ]*->[\w.]*(/|$)", scope))
 
 
 def is_squeeze_of_user(equation: Any) -> bool:

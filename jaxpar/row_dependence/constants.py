@@ -21,10 +21,19 @@ def of_constant(few: Any, many: Any) -> Value:
         return Value(growth=1.0 if _are_equal(few, many) else None)
     dtypes = map(jnp.result_type, pair)
     if any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in dtypes):
-        return Value()
+        return Value(growth=1.0 if _are_same_keys(few, many) else None)
     if not all(map(np.size, pair)):
         return Value()
     return _of_array(np.asarray(few), np.asarray(many))
+
+
+def _are_same_keys(few: Any, many: Any) -> bool:
+    if few is many or not all(
+        jnp.issubdtype(each.dtype, jax.dtypes.prng_key) for each in (few, many)
+    ):
+        return True
+    with jax.ensure_compile_time_eval():
+        return bool(np.array_equal(*map(jax.random.key_data, (few, many))))
 
 
 def _can_be_read(value: Any) -> bool:

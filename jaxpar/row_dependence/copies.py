@@ -16,11 +16,13 @@ Dims = frozenset[int]
 
 def with_copies(op: Operation, given: Values, made: Sequence[Value]) -> list[Value]:
     """Returns the results of an operation; those that depend on no row say along which dims they are copies."""
-    find = _elements if op.name in OF_ELEMENTS else _BY_NAME.get(op.name)
-    if find is None or not all(value.is_free for value in given):
-        return list(made)
-    copied = find(op, given)
+    find = _elements if op.name in OF_ELEMENTS else _BY_NAME.get(op.name, _of_none)
+    copied = find(op, given) if all(value.is_free for value in given) else frozenset()
     return [replace(value, copied=copied) if value.is_free else value for value in made]
+
+
+def _of_none(op: Operation, given: Values) -> Dims:
+    return frozenset()
 
 
 def _elements(op: Operation, given: Values) -> Dims:
@@ -71,7 +73,7 @@ def _of_indices(op: Operation, given: Values) -> Dims:
 _BY_NAME: dict[str, Callable[[Operation, Values], Dims]] = {
     "broadcast_in_dim": _of_broadcast,
     "transpose": _of_transpose,
-    "reduce_sum": _of_reduction,
+    **dict.fromkeys(("reduce_sum", "reduce_prod", "reduce_and", "reduce_or"), _of_reduction),
     "reduce_max": _of_reduction,
     "reduce_min": _of_reduction,
     "reshape": _of_reshape,

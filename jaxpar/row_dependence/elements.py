@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from jaxpar.row_dependence.operation import Operation
 from jaxpar.row_dependence.values import (
+    CARRIED,
     NONE,
     SOME_OTHERWISE,
     ZERO,
@@ -106,6 +107,8 @@ def added(op: Operation, given: Values) -> Value:
     """Of a sum or difference of two values."""
     a, b = given
     subtracts = op.name == "sub"
+    if subtracts and b.running:
+        return op.mixed(given, CARRIED)
     is_maximum = b.kind is Kind.MIXED and b.is_bound
     if subtracts and is_maximum and a.kind is Kind.ROWS:
         bound = Value(assumed=op.told(_CANCELS))
@@ -124,6 +127,8 @@ def joined(
     terms = [v for v in given if not v.is_zero]
     if not terms:
         return given[0] if given else Value()
+    if not adds and len(terms) < len(given) and any(v.running for v in terms):
+        return op.mixed(given, CARRIED, at)  # it begins anew
     kinds = {v.kind for v in terms}
     growth = terms[0].growth
     is_even = all(same_growth(growth, v.growth) for v in terms)
@@ -164,9 +169,8 @@ def _joined_sums(
     why = first_why(terms)
     assumed = first_assumed(terms)
     first = replace(sums[0], why=why, assumed=assumed)
-    of_trip = all(v.span is None or v.in_loop for v in terms)
-    if adds and is_even and of_trip and any(v.is_running for v in sums):
-        return replace(first, is_running=True)
+    if running := {v.running for v in sums if v.running}:
+        return _joined_running(op, terms, at, first, adds=adds and is_even, slots=running)
     if any(v.kind is Kind.ROWS for v in terms):
         return op.mixed(terms, "a sum over rows reaches each row", at)
     constants = [v for v in terms if v.is_free]
@@ -191,6 +195,25 @@ def _joined_sums(
     return first
 
 
+def _joined_running(
+    op: Operation,
+    terms: Values,
+    at: int,
+    first: Value,
+    *,
+    adds: bool,
+    slots: set[int],
+) -> Value:
+    """Of what a loop over rows carries and of a term of each trip, or of cases that all are such sums."""
+    own = [v for v in terms if v.running]
+    of_trip = all(v.span is None or v.in_loop for v in terms)
+    is_sum = adds and len(own) == 1 and of_trip
+    is_case = not adds and len(own) == len(terms)
+    if len(slots) == 1 and (is_sum or is_case):
+        return replace(first, running=slots.pop())
+    return op.mixed(terms, CARRIED, at)
+
+
 def _is_small(value: Value) -> bool:
     return value.number is not None and abs(value.number[0]) < _SMALL
 
@@ -201,7 +224,7 @@ def chosen(op: Operation, given: Values, at: int = 0) -> Value:
     if condition.kind is Kind.MIXED and not condition.is_bound:
         return condition
     numbers = [v for v in cases if not _is_nan(v)]
-    is_told = condition.is_free or condition.is_of_any
+    is_told = (condition.is_free and not condition.place) or condition.is_of_any
     if len(numbers) == 1 and condition.kind is not Kind.ROWS and is_told:
         return numbers[0]  # a loss that is NaN tells itself; the median is, if any element is
     in_doubt = condition.why and condition.kind is not Kind.MIXED
@@ -211,12 +234,15 @@ def chosen(op: Operation, given: Values, at: int = 0) -> Value:
         values = [_at_most_unknown(v) for v in given]
         return op.unknown(values, why, at)
     made = joined(op, cases, at)
-    if condition.is_free and condition.growth != 1 and op.is_float(at):
-        why = op.told("which case is chosen depends on the number of rows")
-        return replace(made, why=made.why or why)
+    if condition.is_free and condition.growth != 1 and (op.is_float(at) or not made.place):
+        why = made.why or op.told("which case is chosen depends on the number of rows")
+        return replace(made, why=why, growth=None if made.is_free else made.growth)
+    if condition.is_free and condition.place:
+        return _by_place(op, made, given)
     if condition.is_free:
-        return _by_place(op, made, given) if condition.place else made
-    if condition.kind is Kind.ROWS and made.is_running:
+        is_by_part = made.kind is Kind.ROWS and _differs_by_part(op, [condition], made.rows, at)
+        return replace(made, why=made.why or op.told(SOME_OTHERWISE)) if is_by_part else made
+    if condition.kind is Kind.ROWS and made.running:
         return made
     both = elementwise(op, [condition, with_growth(made, 1.0)], at)
     if both.kind is Kind.ROWS:
@@ -300,8 +326,9 @@ def _scaled(op: Operation, a: Value, b: Value, power: int = 1) -> Value:
         return ZERO
     growth = product_of_growths(a.growth, b.growth, power)
     if a.kind is Kind.SUM and b.is_free and not b.place:
-        is_running = a.is_running and b.number == (1, 1)
-        return replace(a, growth=growth, is_running=is_running)
+        if a.running and b.number != (1, 1):
+            return op.mixed([a, b], CARRIED)
+        return replace(a, growth=growth)
     kinds = {a.kind, b.kind}
     of_rows = kinds <= {Kind.FREE, Kind.ROWS}
     if of_rows and (b.is_free or power > 0):

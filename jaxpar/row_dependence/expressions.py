@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from jaxpar._compat import Literal
+from jaxpar._compat import Literal, constants, inner_jaxprs
 
 Equation = Any
 Variable = Any
@@ -79,9 +79,26 @@ class Expressions:
 
         return number_of(variable)
 
+    def leaves(self, variable: Variable) -> set[Hashable]:
+        """Returns what stands for the variables, of those that the jaxpr is given, of which a variable is made."""
+        found, seen, waiting = set(), set(), [variable]
+        while waiting:
+            of = waiting.pop()
+            if isinstance(of, Literal) or id(of) in seen:
+                continue
+            seen.add(id(of))
+            equation = self.maker(of)
+            if equation is None:
+                found.add(self._leaves.get(id(of), id(of)))
+            else:
+                waiting += equation.invars
+        return found
+
     def _numbered(self, expression: Hashable) -> int:
         return self._numbers.setdefault(expression, len(self._numbers))
 
 
 def _settings(equation: Equation) -> Hashable:
-    return tuple(sorted((name, str(value)) for name, value in equation.params.items()))
+    texts = sorted((name, str(value)) for name, value in equation.params.items())
+    within = [id(each) for jaxpr in inner_jaxprs(equation) for each in constants(jaxpr)]
+    return tuple(texts), tuple(within)

@@ -40,10 +40,7 @@ def in_doubt_by_gradient(
         made: Those of its results.
     """
     is_own = op.name.startswith(_NAMES)
-    of_params = op.name.startswith(
-        _OF_CUSTOM_VJP
-    )  # the rule of a custom_jvp is linear in its cotangent
-    doubted = [v.kind in _OF_ROWS or (v.is_free and of_params) for v in made]
+    doubted = [v.kind in _OF_ROWS or v.is_free for v in made]
     if not is_own or not any(doubted):
         return list(made)
     why = _doubt(read, op, given, made)

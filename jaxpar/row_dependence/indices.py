@@ -93,7 +93,7 @@ def _product_with_sums(op: Operation, given: Values, growth: float | None) -> Va
     if kinds == {Kind.FREE, Kind.SUM} and not has_place:
         of_rows = max(given, key=lambda v: v.kind)
         growth = _contracted_growth(op, given, growth)
-        return replace(of_rows, growth=growth, is_running=False)
+        return replace(of_rows, growth=growth)
     if max(kinds) is Kind.ROWS:
         return op.unknown(
             given,
@@ -155,8 +155,23 @@ def _sum_of_products(
         why = op.told(WEIGHT_BY_PLACE)
     if any(v.span and v.span.part for v in given):
         return Value(Kind.UNKNOWN, None, why=why or op.told(SOME_ALONE))
+    if any(_sums_parts(op, given, at) for at in (0, 1)):
+        return Value(Kind.UNKNOWN, None, why=why or op.told(WEIGHT_BY_PLACE))
     assumed = first_assumed(given)
     return Value(Kind.SUM, growth, why=why, assumed=assumed)
+
+
+def _sums_parts(op: Operation, given: Values, at: int) -> bool:
+    """Whether rows are added up with a factor that is another one for each half of them, or for each other part."""
+    value, other = given[at], given[1 - at]
+    if value.kind is not Kind.ROWS or not other.is_free:
+        return False
+    contracted, _ = op.params["dimension_numbers"]
+    few, _ = op.in_shapes(at)
+    varying = op.varying_in(at)
+    parts = [d for d in value.rows.dims if varying and d < varying[0] and few[d] > 1]
+    factors = [contracted[1 - at][contracted[at].index(d)] for d in parts]
+    return not other.copies.issuperset(factors)
 
 
 def _out_dims(op: Operation, at: int) -> Dims:
@@ -225,7 +240,7 @@ def gathered(op: Operation, given: Values) -> Value:
     """Of slices of an array, one at each index."""
     x, index = given[:2]
     if x.is_free and index.kind is Kind.ROWS:
-        return op.rows_at(given, _span_of_index(op, index), x.growth)
+        return _gathered_by_rows(op, x, index)
     if x.kind is Kind.SUM and index.is_free and not index.place:
         return x
     if x.kind is not Kind.ROWS or index.kind > Kind.ROWS or x.rows.first < 0:
@@ -245,6 +260,19 @@ def gathered(op: Operation, given: Values) -> Value:
         return op.unknown(given, op.told(TAKEN))
     span = _span_of_slices(op, x.rows)
     return op.rows_at(given, span, x.growth)
+
+
+def _gathered_by_rows(op: Operation, x: Value, index: Value) -> Value:
+    """Of elements of what depends on no row, at indices of rows."""
+    if index.growth != 1:
+        what = "each row depends on the number of rows"
+        return op.mixed([x, index], what, is_sure=op.is_float())
+    made = op.rows_at([x, index], _span_of_index(op, index), x.growth)
+    batch = op.params["dimension_numbers"].operand_batching_dims
+    is_by_part = index.rows.first < index.rows.last and not x.copies.issuperset(batch)
+    if made.why or not is_by_part:
+        return made
+    return replace(made, place=Place.OTHER, why=op.told(SOME_OTHERWISE))
 
 
 def _of_index(op: Operation) -> list[int]:
@@ -327,6 +355,9 @@ def scattered(op: Operation, given: Values) -> Value:
         return joined(op, [x, updates])
     few, _ = op.out_shapes()
     span = x.span or span_of_shape(few, dims, op.rows)
+    own = updates.span._replace(first=span.first, last=span.last) if updates.span else span
+    if own != span:
+        return op.mixed([x, updates], "it writes rows into others")
     others = [x, updates, index] if index.why else [x, updates]
     growths = [v.growth for v in (x, updates) if not v.is_zero]
     growth = growths[0] if growths else 1.0
@@ -350,7 +381,8 @@ def _scattered_without_rows(op: Operation, x: Value, index: Value, updates: Valu
             [x, index, updates],
             "it keeps what the last of some rows writes",
         )
-    if any(v.span and v.span.part for v in (index, updates)):
+    spans = {v.span._replace(first=0, last=0) for v in (index, updates) if v.span}
+    if any(span.part for span in spans) or len(spans) > 1:
         return op.unknown([x, index, updates], op.told(SOME_ALONE))
     by_place = any(v.place for v in (index, updates))
     why = op.told(WEIGHT_BY_PLACE) if by_place else NONE

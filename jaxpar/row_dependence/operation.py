@@ -33,9 +33,15 @@ _SIZES = frozenset(
     (
         *("shape", "new_sizes", "sizes", "reps", "length", "unroll", "name", "slice_sizes"),
         *("start_indices", "limit_indices", "padding", "padding_config", "window_dimensions"),
-        *("lhs_shape", "rhs_shape", "fft_lengths", "axis_size", "k"),
+        *("lhs_shape", "rhs_shape", "fft_lengths", "axis_size"),
     )
 )
+_BY_DIM = {  # settings with an entry for each dim
+    "slice": ("start_indices", "limit_indices"),
+    "dynamic_slice": ("slice_sizes",),
+    "pad": ("padding_config",),
+    "split": (),
+}
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "all_to_all")
 LIBRARY = f"{Path(__file__).parents[1]}{os.sep}"  # the folder of jaxpar, in a line of its code
 
@@ -137,17 +143,20 @@ class Operation:
         others = (name for name in few if name not in _SIZES and name in many)
         plain = (n for n in others if _is_plain(few[n]) and _is_plain(many[n]))
         name = next((n for n in plain if str(few[n]) != str(many[n])), "")
-        if not name and not self.axis and self.name == "slice":
-            name = self._other_bound()
+        if not name and not self.axis and self.name in _BY_DIM:
+            name = self._other_size()
         return name
 
-    def _other_bound(self) -> str:
-        """Returns whether a slice starts or stops elsewhere for more rows, but for one of as many entries as rows."""
+    def _other_size(self) -> str:
+        """Returns what is other for more rows along a dim that holds none, but for a result of as many entries as rows."""
         of_rows = set(self.varying_in())
         longer = set() if of_rows else set(self.varying_out())
         kept = set(range(self.ndim_in(0))) - of_rows - longer
-        bounds = ("start_indices", "limit_indices")
-        differing = (b for b in bounds for d in kept if len(set(self.params_of(b, d))) > 1)
+        if self.name == "split":
+            is_apart = self.params["axis"] in kept and self.both("sizes")
+            return "sizes" if is_apart and is_apart[0] != is_apart[1] else ""
+        settings = _BY_DIM[self.name]
+        differing = (s for s in settings for d in kept if len(set(self.params_of(s, d))) > 1)
         return next(differing, "")
 
     def leading_dims(self, span: Span, at: int = 0) -> frozenset[int]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jaxpar.row_dependence.operation import Operation
-from jaxpar.row_dependence.values import ZERO, Place, Value, Values
+from jaxpar.row_dependence.values import ZERO, Kind, Place, Value, Values
 
 Dims = Collection[int]
 
@@ -26,13 +26,15 @@ class _Makes(NamedTuple):
         names: The operations.
         dims: Returns the dims along which entries differ.
         of: The operands whose entries the result has.
-        adds: Whether it adds them up.
+        adds: Whether it adds them up, so that many are another number than one.
+        of_logarithms: Whether many zeros are no zero.
     """
 
     names: str
     dims: Callable[[Operation], Dims]
     of: slice = slice(1)
     adds: bool = False
+    of_logarithms: bool = False
 
 
 def placed(op: Operation, given: Values, made: Sequence[Value]) -> list[Value]:
@@ -56,13 +58,48 @@ def placed(op: Operation, given: Values, made: Sequence[Value]) -> list[Value]:
 
 
 def _without_rows(op: Operation, given: Values, value: Value, at: int) -> Value:
-    """Returns a result; of one that has no longer a dim for rows, it is not known how it depends on their number."""
-    had_places = any(v.place and op.varying_in(i) for i, v in enumerate(given))
+    """Returns a result; of one that has no longer a dim for rows, it is not known how it depends on their number.
+
+    Neither is that of an element that is read, or written, at an index which depends on the number of rows.
+    """
+    varying = [v for i, v in enumerate(given) if op.varying_in(i)]
+    had_places = any(v.place for v in varying) or (varying and op.name not in _OF_COPIES)
     is_left = op.varying_out(at) or op.trips_vary
     is_whole = op.name == "reshape"  # of what all devices have
-    if not had_places or is_left or is_whole or not value.is_free or value.number:
+    is_lost = had_places and not is_left and not is_whole
+    is_elsewhere = _index_depends_on_number(op, given)
+    if is_elsewhere and value.kind in (Kind.ROWS, Kind.SUM):
+        why = value.why or op.told("which elements it takes depends on the number of rows")
+        return replace(value, why=why)
+    if not (is_lost or is_elsewhere) or not value.is_free or value.number:
         return value
-    return replace(value, growth=None, place=Place.NONE)
+    return replace(value, growth=None, place=value.place if op.varying_out(at) else Place.NONE)
+
+
+def _index_depends_on_number(op: Operation, given: Values) -> bool:
+    indices = given[_INDICES.get(op.name, slice(0, 0))]
+    return any(v.is_free and v.growth != 1 and not v.place for v in indices)
+
+
+# Which operands are indices.
+_INDICES = {
+    "gather": slice(1, 2),
+    "dynamic_slice": slice(1, None),
+    "dynamic_update_slice": slice(2, None),
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"),
+        slice(1, 2),
+    ),
+}
+# What makes of copies of one element that element again, or what their number says.
+_OF_COPIES = frozenset(
+    (
+        *("reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_sum", "reduce_prod"),
+        *("argmax", "argmin", "slice", "dynamic_slice", "gather", "squeeze", "reshape", "split"),
+        *("unstack", "dot_general", "broadcast_in_dim", "stop_gradient", "psum", "pmax", "pmin"),
+        *("all_gather", "all_to_all", "ppermute", "axis_index", "sort", "top_k"),
+    )
+)
 
 
 def _no_longer_indices(op: Operation, given: Values, made: Sequence[Value]) -> list[Value]:
@@ -107,7 +144,7 @@ _SUMS = {
 def _are_copies(makes: _Makes, given: Values) -> bool:
     """Whether a result is one number at all places."""
     numbers = {value.number for value in given[makes.of]}
-    if numbers == {ZERO.number}:
+    if numbers == {ZERO.number} and not makes.of_logarithms:
         return True
     is_one = len(numbers) == 1 and None not in numbers
     return is_one and not makes.adds
@@ -153,6 +190,15 @@ def _summed(op: Operation) -> Dims:
     return [op.params["axis"]]
 
 
+def _transformed(op: Operation) -> Dims:
+    ndim = op.ndim_in(0)
+    return range(ndim - len(op.params["fft_lengths"]), ndim)
+
+
+def _of_matrix(op: Operation) -> Dims:
+    return range(op.ndim_in(0))
+
+
 def _windows(op: Operation) -> Dims:
     sizes = op.params["window_dimensions"]
     return [dim for dim, size in enumerate(sizes) if size > 1]
@@ -185,7 +231,10 @@ _TABLE = (
         adds=True,
     ),
     _Makes("dynamic_update_slice", _updated, of=slice(2)),
-    _Makes("cumsum cumprod cumlogsumexp", _summed, adds=True),
+    _Makes("cumsum cumprod", _summed, adds=True),
+    _Makes("cumlogsumexp", _summed, adds=True, of_logarithms=True),
+    _Makes("fft", _transformed, adds=True),
+    _Makes("cholesky lu qr eig eigh svd schur hessenberg", _of_matrix, adds=True),
     _Makes("reduce_window reduce_window_sum", _windows, adds=True),
 )
 _BY_NAME = {name: makes for makes in _TABLE for name in makes.names.split()}

@@ -34,6 +34,7 @@ from jaxpar.row_dependence.operation import Operation
 from jaxpar.row_dependence.places import placed
 from jaxpar.row_dependence.rules import (
     DRAWS,
+    KEEP_RUNNING,
     OF_NUMBERS,
     RULES,
     TAKE_MIXED,
@@ -41,12 +42,14 @@ from jaxpar.row_dependence.rules import (
 from jaxpar.row_dependence.trips import (
     after_trips,
     counted,
+    entering,
     kept_by_trips,
     of_varying_trips,
     stacked_over_trips,
     trips_of,
 )
 from jaxpar.row_dependence.values import (
+    CARRIED,
     EVERY_DIM,
     NONE,
     NOT_KNOWN,
@@ -183,7 +186,8 @@ class Reader:
         line = _first_other_line(few, many) or self.caller
         why = Reason(OTHER_PROGRAM, "another operation", line)
         values = list(given) or [Value(Kind.UNKNOWN)]
-        return [op.unknown(values, why, at) for at in range(op.num_outputs)]
+        made = [op.unknown(values, why, at) for at in range(op.num_outputs)]
+        return [replace(v, growth=None, why=why) if v.is_free else v for v in made]
 
     def _results(self, op: Operation, given: Values) -> Results:
         """Returns the values that an operation returns."""
@@ -191,7 +195,7 @@ class Reader:
         if (setting := op.other_setting()) and not is_in_einsum(op.few):
             why = op.told(f"its {setting} depends on the number of rows")
             made = [op.unknown(given, why, at) for at in outputs]
-            return [replace(v, growth=None) if v.is_free else v for v in made]
+            return [replace(v, growth=None, why=why) if v.is_free else v for v in made]
         if op.name in SPECIAL:
             return SPECIAL[op.name](self, op, given)
         if is_row_wise(op.few):
@@ -208,9 +212,10 @@ class Reader:
             return [_computed(op, given)]
         if op.name in DRAWS and all(v.is_free for v in given):
             is_same = all(v.growth == 1 for v in given)
+            by_place = any(v.place for v in given)
             drawn = lambda at: Value(
                 growth=1.0 if is_same else None,
-                place=Place.OTHER if op.varying_out(at) else Place.NONE,
+                place=Place.OTHER if by_place or op.varying_out(at) else Place.NONE,
             )
             return [drawn(at) for at in outputs]
         if any(v.kind is Kind.MIXED for v in given) and op.name not in TAKE_MIXED:
@@ -226,6 +231,8 @@ class Reader:
             why = first_why(given) or op.told(NOT_KNOWN)
             return [op.unknown(given, why, at) for at in outputs]
         made = made if isinstance(made, list) else [made for _ in outputs]
+        if any(v.running for v in given) and op.name not in KEEP_RUNNING:
+            made = [op.mixed(given, CARRIED, at) for at in outputs]
         made = with_copies(op, given, placed(op, given, with_conditions(op, given, made)))
         return in_doubt_by_devices(op, given, made)
 
@@ -291,9 +298,8 @@ class Reader:
         xs = given[first + count :]
         varies = op.params["length"] != op.many.params["length"]
         is_over_rows = any(v.span and 0 in v.span.dims for v in xs)
-        entered = [replace(v, span=v.span and v.span.shifted(-1)) for v in xs]
-        trips_vary = varies if is_over_rows else self.trips_vary
-        body = replace(self, trips_vary=trips_vary)
+        entered = list(map(entering, xs))
+        body = replace(self, trips_vary=varies or (self.trips_vary and not is_over_rows))
         few, many = op.both("jaxpr")
         run = lambda carry: body.read(few, many, [*constants, *carry, *entered])
         if is_over_rows:
@@ -307,7 +313,8 @@ class Reader:
             both = enumerate(zip(start, carry, kept, strict=True))
             carry = [a if k else of_varying_trips(op, a, b, at) for at, (a, b, k) in both]
         ys = enumerate(made[count:], count)
-        if varies and not is_over_rows and not all(kept):
+        by_trip = not all(kept) or any(x.place for x in xs)
+        if varies and not is_over_rows and by_trip:
             ys = ((at, counted(value)) for at, value in ys)
         return [
             *carry,
@@ -346,24 +353,27 @@ class Reader:
             unknown = lambda at, v: op.unknown([v, *entered], why, at)
             return [unknown(at, v) for at, v in enumerate(start)], body(start)
         terms = body([v if k else ZERO for v, k in zip(start, kept, strict=True)])
-        running = [Value(Kind.SUM, term.growth, is_running=True) for term in terms]
+        running = [
+            Value(Kind.SUM, term.growth, running=at)
+            for at, term in enumerate(terms[: len(start)], 1)
+        ]
         made = body([v if k else r for v, k, r in zip(start, kept, running, strict=False)])
         carry = []
         for at, (value, is_kept, new) in enumerate(zip(start, kept, made, strict=False)):
             if is_kept:
                 carry.append(value)
-            elif new.kind is Kind.SUM and new.is_running:
+            elif new.kind is Kind.SUM and new.running == at + 1:
                 total = replace(
                     new,
                     growth=terms[at].growth,
-                    is_running=False,
+                    running=0,
                 )
                 carry.append(joined(op, [value, total], at, adds=True))
             else:
                 carry.append(
                     op.mixed(
                         [new],
-                        "it carries one row to the next",
+                        CARRIED,
                         at,
                     )
                 )

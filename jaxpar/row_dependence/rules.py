@@ -121,6 +121,14 @@ TAKE_MIXED = frozenset(
     ]
 )
 
+# Whose rules know what to do with a sum that a loop over rows carries.
+KEEP_RUNNING = frozenset(
+    [
+        *("add", "add_any", "sub", "mul", "div", "select_n"),
+        *("copy", "convert_element_type", "optimization_barrier"),
+    ]
+)
+
 # Of constants that are numbers: their number is known.
 OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "add": np.add,

@@ -12,11 +12,13 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxpar._compat import Literal, inlined, opened
 from jaxpar.row_dependence.elements import elementwise
 from jaxpar.row_dependence.expressions import Expressions
 from jaxpar.row_dependence.operation import Operation
-from jaxpar.row_dependence.values import Kind, Place, Value
+from jaxpar.row_dependence.values import CARRIED, Kind, Place, Value
 
 _SHAPES = ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy")
 Choice = tuple[int, bool]  # the number of an expression, and whether it is true where a row goes on
@@ -99,7 +101,22 @@ def trips_of(op: Operation, changed: set[int]) -> Trips:
     expressions = Expressions(body.eqns, _leaves(body, [*constants_of_body, *carried]))
     asked = expressions.of(condition.eqns, _leaves(condition, [*constants, *carried]))
     going_on = _of_some_row(asked, condition.outvars[0], is_true=True)
-    return Trips(body, expressions, going_on, _following(body, changed))
+    trips = Trips(body, expressions, going_on, _following(body, changed))
+    read = {leaf for leaf in asked.leaves(condition.outvars[0]) if leaf in carried}
+    stays = [_stays(trips, at, of_body) for at, leaf in enumerate(carried) if leaf in read]
+    return trips if all(stays) else replace(trips, going_on=frozenset())
+
+
+def _stays(trips: Trips, at: int, num_constants: int) -> bool:
+    """Whether a row that is done stays so by a value that the condition reads: a counter, or what only such rows keep."""
+    before = trips.body.invars[num_constants + at]
+    after = trips.body.outvars[at]
+    is_scalar = before.aval.ndim == 0 and jnp.issubdtype(before.aval.dtype, jnp.integer)
+    if before is after or is_scalar or trips.keep_rows(before, after):
+        return True
+    equation = trips.expressions.maker(after)
+    is_mask = equation is not None and equation.primitive.name in ("or", "and")
+    return is_mask and any(each is before for each in equation.invars)
 
 
 def _leaves(jaxpr: Any, names: list[Hashable]) -> dict[int, Hashable]:
@@ -133,9 +150,9 @@ def _of_some_row(expressions: Expressions, of: Any, *, is_true: bool) -> frozens
     if name == "not":
         return _of_some_row(expressions, operands[0], is_true=not is_true)
     if name == ("and" if is_true else "or"):
-        return frozenset().union(
-            *(_of_some_row(expressions, each, is_true=is_true) for each in operands)
-        )
+        found = [_of_some_row(expressions, each, is_true=is_true) for each in operands]
+        of_rows = list(filter(None, found))
+        return of_rows[0] if len(of_rows) == 1 else frozenset()
     if name == ("reduce_or" if is_true else "reduce_and"):
         return _all_of(expressions, operands[0], is_true=is_true, parts=False)
     return frozenset()
@@ -188,6 +205,12 @@ def of_varying_trips(op: Operation, before: Value, after: Value, at: int) -> Val
     return replace(made, growth=None) if made.is_free and not made.place else made
 
 
+def entering(value: Value) -> Value:
+    """Returns what each trip of a loop is given of a value, one after another along its first dim."""
+    span = value.span and value.span.shifted(-1)
+    return replace(value, span=span, copied=frozenset(d - 1 for d in value.copied if d))
+
+
 def counted(value: Value) -> Value:
     """Returns what each trip of a loop makes, that may have counted the trips."""
     if not value.is_free or value.number:
@@ -203,8 +226,10 @@ def stacked_over_trips(
     is_over_rows: bool,
 ) -> Value:
     """Returns what the trips of a loop return, one after another along a new dim."""
-    if value.is_running:
-        return op.mixed([value], "it carries one row to the next", at)
+    if value.running:
+        return op.mixed([value], CARRIED, at)
+    if value.is_free:
+        return replace(value, copied=frozenset(d + 1 for d in value.copied))
     if value.span is None or (value.in_loop and not is_over_rows):
         return value
     return replace(

@@ -22,6 +22,7 @@ MOVED_APART = "it moves rows apart"
 ORDERED = "it orders or adds up rows"
 PUT_IN_ORDER = "it puts rows in another order"
 SOME_OTHERWISE = "some rows are treated otherwise than others, by their places"
+CARRIED = "it carries one row to the next"
 SOME_ALONE = "a sum over some rows"
 WEIGHT_BY_PLACE = "each row has a weight by its place"
 REORDERED = {TAKEN, MOVED, MOVED_APART, ORDERED, PUT_IN_ORDER, SOME_OTHERWISE}
@@ -145,7 +146,7 @@ class Value:
         copied: Of a value that does not depend on rows, the dims along which it is known to be one element, copied.
         is_bound: Whether it is a maximum over rows, made of nothing else that mixes them. Without its gradient it is taken for
             a constant that cancels, as in a softmax.
-        is_running: Whether it is the sum so far, in a loop over rows.
+        running: Which value that a loop over rows carries it is, from 1 on: the sum so far; 0: it is none.
         is_of_any: Whether it says that a condition holds for some row, or which elements are NaN or infinite.
         root_of: The sum over rows of which it is the square root.
         assumed: What is taken to be right, such as that a maximum cancels.
@@ -159,7 +160,7 @@ class Value:
     place: Place = Place.NONE
     copied: frozenset[int] = frozenset()
     is_bound: bool = False
-    is_running: bool = False
+    running: int = 0
     is_of_any: bool = False
     root_of: "Value | None" = None
     assumed: Reason = NONE
