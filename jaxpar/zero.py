@@ -237,11 +237,14 @@ class Zero:
         shards: The ZeroShard of each param, in a tree like theirs; frozen params have no gradient.
         reduce_dtype: The dtype in which gradients are reduced; None: float32 or wider.
         overlaps: Whether reductions are to run beside the backward pass.
+        in_turn: Whether the reductions of a layer wait for one another. XLA for the CPU may start those of two devices in
+            another order, and then ends the program or waits forever; on GPUs all devices have one order.
     """
 
     shards: PyTree
     reduce_dtype: Any = None
     overlaps: bool = False
+    in_turn: bool = False
 
     def __getitem__(self, part: Any) -> "Zero":
         return replace(self, shards=self.shards[part])
@@ -288,9 +291,16 @@ class Zero:
 
     def add(self, grads: PyTree) -> PyTree:
         """Returns gradients as they are added over microbatches: this device's shard of those that are reduced early."""
+        last: jax.Array | None = None
 
         def added(shard: ZeroShard, grad: jax.Array) -> jax.Array:
-            return shard.scatter(grad, self.reduce_dtype) if shard.is_early else grad
+            nonlocal last
+            if not shard.is_early:
+                return grad
+            if self.in_turn and last is not None:
+                grad, _ = jax.lax.optimization_barrier((grad, last))
+            last = shard.scatter(grad, self.reduce_dtype)
+            return last
 
         return map_leaves(added, self.of_grads, grads)
 
@@ -380,7 +390,8 @@ def zero_of(
         shards |= {
             part: jax.tree.map(of, params[part], specs[part]) for part, of in of_part.items()
         }
-    return Zero(shards, reduce_dtype, overlaps)
+    is_on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+    return Zero(shards, reduce_dtype, overlaps, in_turn=is_on_cpu)
 
 
 def map_leaves(

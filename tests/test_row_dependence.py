@@ -120,7 +120,7 @@ ROWS = {
     ),
     "a table in each row": lambda p, h, y, t: h.reshape(-1, 6) * jnp.tile(p[:5], len(h))[:, None],
     "views that are counted": lambda p, h, y, t: (
-        jnp.concatenate([h, 2 * h]) * jnp.repeat(jnp.array([1.0, 2.0]), len(h))[:, None, None]
+        jnp.concatenate([h, 2 * h]) * jnp.repeat(jnp.array([[1.0, 2.0]]), len(h))[:, None, None]
     ),
     "two views of one encoder": lambda p, h, y, t: (
         lambda views: views[0] * jax.lax.stop_gradient(views[1])
@@ -661,6 +661,100 @@ OF_OTHER_ROWS = {
     "one less than their elements": lambda p, h, y, t: jnp.sum(h) / (h.size * 100 - 1),
     "whether there are some": lambda p, h, y, t: jnp.sum(t).astype(bool),
     "a sum of integers that is cut": lambda p, h, y, t: jax.lax.div(jnp.sum(t), 4),
+}
+signs_of = lambda h: jnp.broadcast_to(jnp.array([1.0, -1.0])[None, :, None], (3, 2, len(h) // 2))
+halves_of = lambda y: y.reshape(2, -1)
+scan_rows = lambda trip, start, rows: jax.lax.scan(lambda c, x: (trip(c, x), None), start, rows)[0]
+
+
+def decayed(number_of_trips, base):
+    for _ in range(number_of_trips):
+        base = base * 0.9
+    return base
+
+
+@jax.custom_jvp
+def itself(p):
+    return p
+
+
+TABLE = jnp.arange(1.0, 40.0)
+OF_OTHER_ROWS |= {
+    "noise in a loop": lambda p, h, y, t: (
+        y + jax.lax.map(jax.random.normal, jax.random.split(jax.random.key(0), len(y)))
+    ),
+    "weights in a loop": lambda p, h, y, t: (
+        y * jax.lax.map(lambda i: 1 / (i + 1.0), jnp.arange(len(y)))
+    ),
+    "a run with resets": lambda p, h, y, t: scan_rows(
+        lambda c, x: jnp.where(x > 0, c + x, 0), 0.0, y
+    ),
+    "a sum of sums so far": lambda p, h, y, t: scan_rows(
+        lambda c, x: (c[0] + x, c[1] + c[0]), (0.0, 0.0), y
+    )[1],
+    "twice what is carried": lambda p, h, y, t: scan_rows(lambda c, x: c + c + x, 0.0, y),
+    "a sum that is turned": lambda p, h, y, t: scan_rows(
+        lambda c, x: jnp.roll(c, 1) + x, jnp.zeros(6), h[:, 0]
+    ),
+    "a sum that is cut": lambda p, h, y, t: scan_rows(
+        lambda c, x: c.at[0].set(0) + x, jnp.zeros(6), h[:, 0]
+    ),
+    "a sum that is taken away": lambda p, h, y, t: scan_rows(lambda c, x: x - c, 0.0, y),
+    "signs that are multiplied": lambda p, h, y, t: halves_of(y) * signs_of(y).prod(0),
+    "signs that are all above zero": lambda p, h, y, t: jnp.where(
+        (signs_of(y) > 0).all(0), halves_of(y), 0
+    ),
+    "signs of a loop": lambda p, h, y, t: jax.lax.scan(
+        lambda c, s: (c + jnp.sum(halves_of(y) * s), None), 0.0, signs_of(y)
+    )[0],
+    "sums at the places of halves": lambda p, h, y, t: jax.ops.segment_sum(
+        y, jnp.repeat(jnp.arange(2), len(y) // 2), 2
+    ),
+    "a column by halves": lambda p, h, y, t: (
+        h[:, 0].at[:, 0].set(jnp.repeat(jnp.array([1.0, -1.0]), len(h) // 2))
+    ),
+    "halves in a product": lambda p, h, y, t: jnp.vdot(
+        halves_of(y), jnp.broadcast_to(p[:2, None], (2, len(y) // 2))
+    ),
+    "a count of a class": lambda p, h, y, t: (
+        y / jax.ops.segment_sum(jnp.ones(len(y)), jnp.zeros(len(y), int), 1)[0]
+    ),
+    "a logarithm of a count": lambda p, h, y, t: y * jax.lax.cumlogsumexp(jnp.zeros(len(y)))[-1],
+    "a spectrum of ones": lambda p, h, y, t: y * jnp.fft.fft(jnp.ones(len(y))).real,
+    "another program of numbers": lambda p, h, y, t: (
+        y * jax.jit(decayed, static_argnums=0)(len(y), p[0])
+    ),
+    "a table at their number": lambda p, h, y, t: y * TABLE[jnp.asarray(len(y))],
+    "a table at a place in their number": lambda p, h, y, t: (
+        y * TABLE[jnp.searchsorted(jnp.array([6, 9]), len(y))]
+    ),
+    "a table by a choice": lambda p, h, y, t: y * TABLE[jnp.where(jnp.asarray(len(y)) > 9, 0, 1)],
+    "a column at their number": lambda p, h, y, t: jnp.take(h[:, 0], jnp.asarray(len(h) // 4), 1),
+    "as many of the largest": lambda p, h, y, t: jax.lax.top_k(h[:, 0], len(h) // 4)[0].mean(-1),
+    "as many columns": lambda p, h, y, t: jnp.split(h[:, 0], [len(h) // 4], axis=1)[0].mean(-1),
+    "NaN by place": lambda p, h, y, t: jnp.nansum(jnp.where(jnp.arange(len(y)) < 2, jnp.nan, y)),
+    "trips while two masks have some": lambda p, h, y, t: jax.lax.while_loop(
+        lambda h: jnp.any(h[:, 0, 0] > 0.1) & jnp.any(h[:, 0, 1] > 0.1),
+        lambda h: jnp.where((h[:, 0, 0] > 0.1)[:, None, None], h * 0.7, h),
+        h,
+    ),
+    "a bound that falls": lambda p, h, y, t: jax.lax.while_loop(
+        lambda c: jnp.any(c[0] > c[1]),
+        lambda c: (jnp.where(c[0] > c[1], 0.95 * c[0], c[0]), c[1] * 0.8),
+        (y, 1.0),
+    )[0],
+    "halves by two functions of one text": lambda p, h, y, t: jnp.concatenate(
+        [
+            jax.jit(lambda x, by=by: x * np.asarray(by))(half)
+            for by, half in (
+                (np.array([[1.0, 2.0]]), h[: len(h) // 2, 0, :2]),
+                (np.array([[3.0, 1.0]]), h[len(h) // 2 :, 0, :2]),
+            )
+        ]
+    ),
+    "columns of a scope": lambda p, h, y, t: jax.named_scope("enc->dec")(
+        lambda: h[:, 0, : len(h) // 4].mean(-1)
+    )(),
 }
 OWN_GROWTH = (
     "one less than their elements",

@@ -18,7 +18,8 @@ says so, and the doubt goes along with it.
 - `elements.py`: the rules of operations on each element: sums, products, choices.
 - `dims.py`: the rules of operations that reduce dims, move them, or put elements in another order.
 - `parts.py`: the rules of operations that take parts of rows, or join them.
-- `indices.py`: the rules of products of matrices, and of reads and writes at indices.
+- `products.py`: the rules of products of matrices, convolutions and attention.
+- `indices.py`: the rules of reads and writes at indices.
 - `collectives.py`: the rules of collectives over a mesh axis that splits the rows.
 - `copies.py`: the dims along which a value that depends on no row is one element, copied.
 - `expressions.py`: which variables are computed in the same way.

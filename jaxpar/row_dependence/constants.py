@@ -33,7 +33,8 @@ def _are_same_keys(few: Any, many: Any) -> bool:
     ):
         return True
     with jax.ensure_compile_time_eval():
-        return bool(np.array_equal(*map(jax.random.key_data, (few, many))))
+        numbers, others = map(jax.random.key_data, (few, many))
+    return np.array_equal(np.asarray(numbers), np.asarray(others))
 
 
 def _can_be_read(value: Any) -> bool:

@@ -30,14 +30,18 @@ def _elements(op: Operation, given: Values) -> Dims:
 
 
 def _of_broadcast(op: Operation, given: Values) -> Dims:
-    to = op.params["broadcast_dimensions"]
+    kept = set()
     few, many = op.in_shapes()
-    kept = {
-        new
-        for old, new in enumerate(to)
-        if old not in given[0].copies and (few[old], many[old]) != (1, 1)
-    }
-    return frozenset(range(len(op.out_shapes()[0]))) - kept
+    for old, new in enumerate(op.params["broadcast_dimensions"]):
+        is_one = few[old] == many[old] == 1
+        if not is_one and old not in given[0].copies:
+            kept.add(new)
+    return _all_dims(op) - kept
+
+
+def _all_dims(op: Operation) -> Dims:
+    few, _ = op.out_shapes()
+    return frozenset(range(len(few)))
 
 
 def _of_transpose(op: Operation, given: Values) -> Dims:
@@ -46,16 +50,18 @@ def _of_transpose(op: Operation, given: Values) -> Dims:
 
 
 def _of_reduction(op: Operation, given: Values) -> Dims:
-    left = [dim for dim in range(op.ndim_in(0)) if dim not in op.params["axes"]]
-    return frozenset(new for new, old in enumerate(left) if old in given[0].copies)
+    axes = op.params["axes"]
+    left = [dim for dim in range(op.ndim_in(0)) if dim not in axes]
+    copies = given[0].copies
+    return frozenset(new for new, old in enumerate(left) if old in copies)
 
 
 def _of_reshape(op: Operation, given: Values) -> Dims:
-    groups = groups_of(op)
-    copies = given[0].copies
-    return frozenset(
-        dim for before, after in groups or () if copies.issuperset(before) for dim in after
-    )
+    found = set()
+    for before, after in groups_of(op) or ():
+        if given[0].copies.issuperset(before):
+            found.update(after)
+    return frozenset(found)
 
 
 def _of_join(op: Operation, given: Values) -> Dims:
@@ -67,7 +73,7 @@ def _of_slice(op: Operation, given: Values) -> Dims:
 
 
 def _of_indices(op: Operation, given: Values) -> Dims:
-    return frozenset(range(len(op.out_shapes()[0]))) - {op.params["dimension"]}
+    return _all_dims(op) - {op.params["dimension"]}
 
 
 _BY_NAME: dict[str, Callable[[Operation, Values], Dims]] = {

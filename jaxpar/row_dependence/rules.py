@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.row_dependence import collectives, dims, elements, indices, parts
+from jaxpar.row_dependence import collectives, dims, elements, indices, parts, products
 from jaxpar.row_dependence.operation import Operation
 from jaxpar.row_dependence.values import Value, Values
 
@@ -65,11 +65,11 @@ _RULES: dict[str, Rule] = {
     "geqrf householder_product tridiagonal": dims.along(lambda _: (-2, -1)),
     "lu_pivots_to_permutation": dims.along(lambda _: [-1]),
     # indices
-    "dot_general": indices.multiplied_matrices,
-    "triangular_solve": indices.solved_triangle,
-    "conv_general_dilated": indices.convolved,
-    "dot_product_attention_fwd dot_product_attention_fwd_wrapper": indices.by_batch,
-    "planned_attention": indices.by_batch,
+    "dot_general": products.multiplied_matrices,
+    "triangular_solve": products.solved_triangle,
+    "conv_general_dilated": products.convolved,
+    "dot_product_attention_fwd dot_product_attention_fwd_wrapper": products.by_batch,
+    "planned_attention": products.by_batch,
     "gather": indices.gathered,
     "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max": indices.scattered,
     "dynamic_slice": indices.sliced_at,

@@ -71,10 +71,12 @@ class Trips:
         )
 
     def _within(self, equation: Any, inner: Any) -> tuple["Trips", Any]:
-        pairs = list(zip(equation.invars, inner.invars, strict=True))
-        number = lambda of: self.expressions.number(_of_any_shape(self.expressions, of))
-        leaves = {id(own): number(of) for of, own in pairs}
-        changed = {id(own) for of, own in pairs if id(of) in self.changed}
+        leaves, changed = {}, set()
+        for of, own in zip(equation.invars, inner.invars, strict=True):
+            plain = _of_any_shape(self.expressions, of)
+            leaves[id(own)] = self.expressions.number(plain)
+            if id(of) in self.changed:
+                changed.add(id(own))
         inside = replace(
             self,
             body=inner,
@@ -102,9 +104,11 @@ def trips_of(op: Operation, changed: set[int]) -> Trips:
     asked = expressions.of(condition.eqns, _leaves(condition, [*constants, *carried]))
     going_on = _of_some_row(asked, condition.outvars[0], is_true=True)
     trips = Trips(body, expressions, going_on, _following(body, changed))
-    read = {leaf for leaf in asked.leaves(condition.outvars[0]) if leaf in carried}
-    stays = [_stays(trips, at, of_body) for at, leaf in enumerate(carried) if leaf in read]
-    return trips if all(stays) else replace(trips, going_on=frozenset())
+    read = asked.leaves(condition.outvars[0])
+    for at, leaf in enumerate(carried):
+        if leaf in read and not _stays(trips, at, of_body):
+            return replace(trips, going_on=frozenset())
+    return trips
 
 
 def _stays(trips: Trips, at: int, num_constants: int) -> bool:
@@ -115,8 +119,9 @@ def _stays(trips: Trips, at: int, num_constants: int) -> bool:
     if before is after or is_scalar or trips.keep_rows(before, after):
         return True
     equation = trips.expressions.maker(after)
-    is_mask = equation is not None and equation.primitive.name in ("or", "and")
-    return is_mask and any(each is before for each in equation.invars)
+    if equation is None or equation.primitive.name not in ("or", "and"):
+        return False
+    return any(each is before for each in equation.invars)  # a mask that only grows, or shrinks
 
 
 def _leaves(jaxpr: Any, names: list[Hashable]) -> dict[int, Hashable]:

@@ -299,6 +299,8 @@ class Gang:
         if self._failed():
             running = self._running()
             self._wait_for_all(SECONDS_TO_EXPLAIN)
+            if 0 in self._failed():  # whose last lines are in its log once they are on the screen
+                self._screen.join(timeout=SECONDS_TO_STOP)
             if self._only_follow():
                 self._wait_for_all(SECONDS_TO_STOP)
             self.not_ended = self._running()
