@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 import jaxpar
 from jaxpar._compat import equations
@@ -17,6 +18,7 @@ from jaxpar.params import init_params
 from jaxpar.run import BasicFlags, Run
 from jaxpar.run.start import left_whole_lines
 from jaxpar.step.sharding import left_whole
+from jaxpar.zero import zero_of
 from tests.support import tiny, tiny_gpt
 from tests.support.covering import covering
 from tests.support.oracle import assert_same
@@ -388,3 +390,27 @@ def test_a_state_and_gradients_that_are_split_over_other_axes_are_refused(
     refused = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
     with refused:
         step.lower(state, batch)
+
+
+def test_the_reductions_of_a_layer_wait_for_one_another_on_cpu_devices():
+    """XLA for the CPU may start them in another order on each device, and then ends the program or waits forever."""
+    mesh = jaxpar.make_mesh(data=2, devices=jax.devices()[:2])
+    layers = {"a": jnp.ones((2, 4)), "b": jnp.ones((2, 6)), "c": jnp.ones((2, 8))}
+    params = {"outer": {"w": jnp.ones(4)}, "layers": layers}
+    specs = {
+        "outer": {"w": PartitionSpec()},
+        "layers": dict.fromkeys("abc", PartitionSpec("stage")),
+    }
+    assert not zero_of(2, params, specs, mesh.abstract_mesh, stacked=True).in_turn
+    of_layers = zero_of(2, params, specs, mesh, stacked=True)["layers"]
+    add = jax.shard_map(
+        of_layers.add,
+        mesh=mesh,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec("data"),
+        check_vma=False,
+    )
+    one = jax.tree.map(lambda stack: stack[0], layers)
+    names = [each.primitive.name for each in equations(jax.make_jaxpr(add)(one))]
+    in_order = [n for n in names if n in ("reduce_scatter", "optimization_barrier")]
+    assert in_order == ["reduce_scatter", *["optimization_barrier", "reduce_scatter"] * 2]
