@@ -67,8 +67,16 @@ def read(tmp_path, capsys):
             "2 1",
             r"in the same order; got --data b a, saved as a b\. Give them in that order",
         ),
-        ("a b", "1 3", r"got --data a b, and other tokens than it had in b\. Give the files and"),
-        ("a b c", "1 2 3", r"got --data a b c, and other tokens than it had in c\. Give the files"),
+        (
+            "a b",
+            "1 3",
+            r"got --data a b, where the tokens of b are none that it had\. Give the files and",
+        ),
+        (
+            "a b c",
+            "1 2 3",
+            r"got --data a b c, where the tokens of c are none that it had\. Give the files",
+        ),
         ("a", "1", r"got --data a, which leaves out some of it\. Give all that it had, allow this"),
     ],
 )

@@ -56,8 +56,8 @@ def check_same_data(names: Sequence[str], checksums: Sequence[str], saved: str) 
     ]
     if others:
         raise ValueError(
-            f"{rule}; {got}, and other tokens than it had in {', '.join(others)}. Give the files and the tokenizer as they "
-            f"were, {ways}"
+            f"{rule}; {got}, where the tokens of {', '.join(others)} are none that it had. Give the files and the "
+            f"tokenizer as they were, {ways}"
         )
     raise ValueError(f"{rule}; {got}, which leaves out some of it. Give all that it had, {ways}")
 
