@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpar
+from jaxpar.__main__ import main
 from jaxpar.context_parallel import gather_sequence
 from jaxpar.planner import Choice, ModelShape, cluster, price
 from jaxpar.planner.fused import planned_attention
@@ -182,3 +183,67 @@ def test_keys_and_values_of_the_whole_sequence_are_not_gathered_again():
         return x + planned_attention(heads("q"), *whole).reshape(x.shape)
 
     price(_sequences(layer), cluster("h100"), Choice(context=8), batch_size=8)
+
+
+OF_MODULE = """import jax
+import jax.numpy as jnp
+import jaxpar
+from jaxpar.planner import ModelShape
+
+leaf = jax.ShapeDtypeStruct
+row = {"x": leaf((1, 8, 4), "float32")}
+params = {"outer": {}, "layers": {"w": leaf((2, 4, 4), "float32")}}
+model = jaxpar.LayeredModel(lambda outer, batch: batch["x"], lambda p, x: x @ p["w"], lambda outer, x: x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('SHAPE = ModelShape("own", len, len, params, {}, row)', "must be a LayeredModel"),
+        ("SHAPE = jnp.zeros((2, 3)) @ jnp.zeros((2, 3))", "dot_general requires"),
+    ],
+)
+def test_an_error_of_a_module_names_its_line_and_none_of_a_library(
+    line, message, tmp_path, monkeypatch, capsys
+):
+    name = f"own_{len(line)}"
+    (tmp_path / f"{name}.py").write_text(f"{OF_MODULE}{line}\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--model", f"{name}:SHAPE", "--batch-size", "8"]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    number = len(OF_MODULE.splitlines()) + 1
+    assert said.endswith(f" in {tmp_path / name}.py:{number}. Correct it.\n")
+
+
+def test_sequences_of_a_model_of_ones_own_need_planned_attention_which_no_flag_gives(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "own_layer.py").write_text(
+        f"""{OF_MODULE}
+from jaxpar.planner.fused import planned_attention
+
+def attend(p, x):
+    q = x @ p["w"]
+    return planned_attention(q[:, :, None], q[:, :, None], q[:, :, None])[:, :, 0]
+
+def loss(outputs, batch):
+    return jnp.sum(outputs), jnp.float32(outputs.size)
+
+def shape(model):
+    return ModelShape("own", model, loss, params, {{"**": jaxpar.replicated()}}, row, tokens_per_row=8)
+
+WITHOUT = shape(model)
+WITH = shape(jaxpar.LayeredModel(model.embed, attend, model.head))
+"""
+    )
+    monkeypatch.chdir(tmp_path)
+    flags = ("--batch-size", "8", "--top", "1", "--context")
+    assert main(["plan", "--model", "own_layer:WITHOUT", *flags, "2"]) == 2
+    said = capsys.readouterr().err
+    assert "--attention" not in said
+    assert "Call jaxpar.planner.fused.planned_attention in the layer of the ModelShape" in said
+    assert said.endswith("or choose --context 1.\n")
+    assert main(["plan", "--model", "own_layer:WITHOUT", *flags, "1"]) == 0
+    assert main(["plan", "--model", "own_layer:WITH", *flags, "2"]) == 0
