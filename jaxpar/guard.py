@@ -358,7 +358,7 @@ class Guard:
         if problems:
             latest = self._saves.latest()
             go_on = (
-                "There is no checkpoint. Make room, then begin again."
+                f"There is no checkpoint. Make room, then begin again with {switch('overwrite')}."
                 if latest is None
                 else f"The newest checkpoint is that of step {latest}. Make room, then go on from it with {switch('resume')}."
             )

@@ -158,7 +158,7 @@ def test_a_step_that_is_there_no_more_is_not_said_to_be_saved(manager, said, mon
     assert end.value.code == 74
     assert said == [
         "error: the final state was not saved: step 1: it was saved, but no longer exists. There is no checkpoint. "
-        "Make room, then begin again."
+        "Make room, then begin again with overwrite=True."
     ]
 
 

@@ -32,6 +32,7 @@ from jaxpar.run import Run
 from jaxpar.runtime.exit_codes import ExitCode
 from tests.support import doc_pages
 from tests.support.cluster import expand, started
+from tests.support.planned import PLAN
 from tests.support.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
@@ -415,7 +416,7 @@ def test_the_command_writes_yaml_that_reads_back(capsys):
 
 def test_the_best_plan_becomes_the_job_and_the_recipe_s_flags(capsys, tmp_path):
     plan = tmp_path / "plan.json"
-    best = {
+    best = PLAN | {
         "data": 4,
         "stage": 2,
         "tensor": 2,
@@ -425,7 +426,7 @@ def test_the_best_plan_becomes_the_job_and_the_recipe_s_flags(capsys, tmp_path):
         "remat": False,
     }
     best |= {"num_chunks": 2, "layers_per_virtual_stage": [1, 2, 2, 1]}
-    plan.write_text(json.dumps([best, {"data": 16, "stage": 1, "tensor": 1}]))
+    plan.write_text(json.dumps([best, PLAN | {"data": 16}]))
     flags = (
         "--plan",
         str(plan),
@@ -450,7 +451,7 @@ def test_the_best_plan_becomes_the_job_and_the_recipe_s_flags(capsys, tmp_path):
 
 @pytest.mark.parametrize(("remat", "flag"), [(True, "full"), ("dots", "dots")])
 def test_what_a_plan_recomputes_is_a_flag(remat, flag):
-    plan = {"data": 1, "stage": 1, "tensor": 1, "remat": remat}
+    plan = PLAN | {"data": 1, "stage": 1, "tensor": 1, "remat": remat}
     assert plan_flags(first_plan(plan), ())[-2:] == ["--remat", flag]
     with pytest.raises(
         ValueError,
@@ -467,9 +468,40 @@ def test_a_plan_with_a_field_that_plan_does_not_write_is_refused(capsys):
         first_plan([written | {"microbatches": 4}])
 
 
+NEEDED = sorted({*PLAN} - {"own_model"})
+
+
+def test_a_plan_without_a_field_that_every_plan_has_is_refused(capsys):
+    jaxpar_main(["plan", "--model", "gpt2", "--top", "1", "--json"])
+    (written,) = json.loads(capsys.readouterr().out)
+    assert {*NEEDED} <= {*written}
+    for name in NEEDED:
+        without = {key: value for key, value in written.items() if key != name}
+        with pytest.raises(ValueError, match=rf"^a plan must have the field '{name}'; got '"):
+            first_plan(without)
+        with pytest.raises(ValueError, match=rf"^{name} of a plan must be .*; got null\. Write"):
+            first_plan(written | {name: None})
+    for name in ("seq", "dtype"):
+        with pytest.raises(
+            ValueError, match=rf"fields seq and dtype; got model gpt2, and no {name}"
+        ):
+            first_plan(written | {name: None})
+    with pytest.raises(ValueError, match="one of the fields model, init_from, own_model; got none"):
+        first_plan(written | {"model": None})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("executor", "z"), ("zero", 4), ("experts", "stage"), ("attention", "f"), ("products", "fp4")],
+)
+def test_a_setting_of_a_plan_that_is_none_of_its_values_is_refused(name, value):
+    with pytest.raises(ValueError, match=rf"^{name} of a plan must be .*; got "):
+        first_plan(PLAN | {name: value})
+
+
 def test_a_mesh_that_splits_sequences_is_the_job_s_and_the_recipe_s():
-    planned = first_plan({"data": 2, "stage": 1, "tensor": 2, "context": 4})
-    assert plan_flags(planned, ()) == [
+    planned = first_plan(PLAN | {"data": 2, "tensor": 2, "context": 4})
+    assert plan_flags(planned, ())[:8] == [
         "--mesh.data",
         "2",
         "--mesh.context",
@@ -486,7 +518,7 @@ def test_a_mesh_that_splits_sequences_is_the_job_s_and_the_recipe_s():
 
 
 def test_the_axis_of_a_plans_experts_is_a_flag():
-    plan = {"data": 4, "stage": 1, "tensor": 1, "experts": "data"}
+    plan = PLAN | {"data": 4, "stage": 1, "tensor": 1, "experts": "data"}
     assert plan_flags(first_plan(plan), ())[-2:] == ["--experts", "data"]
     assert "--experts" not in plan_flags(first_plan(plan | {"experts": None}), ())
     roomy = plan | {"expert_buffer": 1.5}
@@ -494,7 +526,7 @@ def test_the_axis_of_a_plans_experts_is_a_flag():
 
 
 def test_the_rank_of_a_plan_with_lora_and_the_codes_of_its_weights_are_flags():
-    plan = {"data": 1, "stage": 1, "tensor": 1, "lora_rank": 8}
+    plan = PLAN | {"data": 1, "stage": 1, "tensor": 1, "lora_rank": 8}
     assert plan_flags(first_plan(plan), ())[-2:] == ["--lora-rank", "8"]
     in_codes = plan_flags(first_plan(plan | {"quantize": "nf4"}), ())
     assert in_codes[-4:] == ["--lora-rank", "8", "--quantize", "nf4"]
@@ -503,7 +535,7 @@ def test_the_rank_of_a_plan_with_lora_and_the_codes_of_its_weights_are_flags():
 
 
 def test_a_plan_of_other_machines_than_its_mesh_has_is_refused():
-    plan = {"data": 8, "stage": 1, "tensor": 2, "nodes": 2, "gpus_per_node": 8}
+    plan = PLAN | {"data": 8, "stage": 1, "tensor": 2, "nodes": 2, "gpus_per_node": 8}
     assert first_plan(plan).nodes == 2
     with pytest.raises(
         ValueError,
@@ -513,10 +545,10 @@ def test_a_plan_of_other_machines_than_its_mesh_has_is_refused():
 
 
 def test_a_plan_of_interleaved_in_one_chunk_says_so():
-    plan = {"data": 4, "stage": 2, "tensor": 2, "schedule": "interleaved", "num_chunks": 1}
-    assert " ".join(plan_flags(first_plan(plan), ())).endswith(
-        "--schedule interleaved --num-chunks 1"
-    )
+    plan = PLAN | {"data": 4, "stage": 2, "tensor": 2, "schedule": "interleaved", "num_chunks": 1}
+    said = " ".join(plan_flags(first_plan(plan), ()))
+    assert " --schedule interleaved " in said
+    assert said.endswith(" --num-chunks 1")
 
 
 @pytest.mark.full
@@ -939,9 +971,22 @@ def test_a_recipe_s_own_mesh_of_the_job_stays_and_is_completed():
 
 def test_a_plan_and_another_mesh_for_the_recipe_are_refused(tmp_path):
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps([{"data": 8, "stage": 1, "tensor": 1}]))
+    path.write_text(json.dumps([PLAN]))
     with pytest.raises(ValueError, match=r"got --mesh.data 8, and --mesh.data 4 for the recipe"):
         main(["--plan", str(path), "--image", "a", "recipes/gpt.py", "--mesh.data", "4"])
+
+
+@pytest.mark.parametrize("mesh", [("--mesh.data", "1", "--mesh.tensor=1"), ("--mesh.data", "8")])
+def test_a_plan_and_a_mesh_are_refused_whatever_the_mesh_is(mesh, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps([PLAN]))
+    with pytest.raises(ValueError, match=r"a plan has its own mesh; .*, and --mesh\.data.* too\."):
+        main(["--plan", str(path), "--image", "a", *mesh, "recipes/gpt.py"])
+
+
+def test_a_flag_without_effect_is_told_though_it_has_its_default(capsys):
+    main(["--kind", "trainjob", *FLAGS, "--max-restarts", "10", "recipes/gpt.py"])
+    assert "not used by --kind trainjob: --max-restarts" in capsys.readouterr().err
 
 
 OTHERS = {
@@ -1309,7 +1354,7 @@ def test_a_plan_for_another_executor_than_the_recipes_is_refused(tmp_path):
         tmp_path / "plan.json",
         ["--plan", str(tmp_path / "plan.json"), "--image", "a", "recipes/gpt.py"],
     )
-    plan = {"data": 4, "stage": 2, "tensor": 1, "executor": "mpmd"}
+    plan = PLAN | {"data": 4, "stage": 2, "tensor": 1, "executor": "mpmd"}
     path.write_text(json.dumps([plan]))
     with pytest.raises(
         ValueError, match=r"got a plan for executor=mpmd, .* Plan again with --executor spmd\."
@@ -1338,7 +1383,7 @@ def test_a_plan_of_what_the_recipe_would_not_run_is_refused(tmp_path, capsys):
         tmp_path / "plan.json",
         ["--plan", str(tmp_path / "plan.json"), "--image", "a", "recipes/gpt.py"],
     )
-    plan = {"data": 8, "stage": 1, "tensor": 1, "dtype": "bfloat16", "attention": "flash"}
+    plan = PLAN | {"data": 8, "stage": 1, "tensor": 1, "dtype": "bfloat16", "attention": "flash"}
     path.write_text(json.dumps([plan | {"attention": "xla"}]))
     with pytest.raises(
         ValueError,

@@ -16,6 +16,7 @@ from jaxpar.run.language_data import DataFlags
 from jaxpar.run.language_model import ModelFlags
 from jaxpar.run.lora_flags import LoraFlags
 from jaxpar.run.optimizers import OptimizerFlags
+from tests.support import planned as planned_settings
 from tests.support.tiers import without
 
 JOB = ("--image", "a:1", "--mesh.data", "8", "--checkpoint-claim", "runs")
@@ -351,15 +352,8 @@ def test_a_script_for_slurm_without_checkpoints_is_told(capsys):
         main(["--kind", "sbatch", "--mesh.data", "8", *slow, "recipes/gpt.py"])
 
 
-PLAN = {
-    "data": 8,
-    "stage": 1,
-    "tensor": 2,
-    "zero": 1,
-    "batch_size": 64,
-    "num_chunks": 1,
-    "gpus_per_node": 4,
-}
+PLAN = planned_settings.PLAN | {"tensor": 2, "zero": 1, "gpus_per_node": 4}
+PLAN |= {"own_model": None, "model": "gpt2", "seq": 1024, "dtype": "bfloat16"}
 
 
 def planned(tmp_path, **changes):

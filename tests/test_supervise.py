@@ -82,6 +82,13 @@ def test_a_run_is_started_again_where_that_can_mend_it(
     assert (launch.log_dir / "goodput.json").is_file()
 
 
+def test_a_restart_without_a_checkpoint_is_not_said_to_resume(monkeypatch, capsys, launch):
+    starts_of(monkeypatch, start(-9, 0, 49), start(0))
+    assert supervise(launch, 1) == 0
+    said = "after step 49; resuming from the last intact checkpoint, or beginning anew where there is none"
+    assert said in capsys.readouterr().err
+
+
 def test_restarts_must_not_be_negative(launch):
     with pytest.raises(ValueError, match="--max-restarts must be 0 or more; got -1"):
         supervise(launch, -1)

@@ -13,9 +13,9 @@ from jaxpar.commands import cli as commands_cli
 from jaxpar.commands.manifest import main
 from jaxpar.jobs import Job, to_jobset
 from jaxpar.jobs.flags import first_plan, plan_flags
+from tests.support.planned import PLAN
 
 JOB = {"name": "gpt", "command": ("recipes/gpt.py",), "data": 8, "image": "a:1"}
-PLAN = {"data": 8, "stage": 1, "tensor": 1}
 ESCAPE = "\x1b]0;owned\x07\x1b[2J"
 
 

@@ -134,7 +134,7 @@ def _print(flags: Flags, command: tuple[str, ...], given: Collection[str]) -> No
         _tell([f"of kind {', '.join(others)} nothing is checked"] if others else [])
         _tell(told)
         return
-    _tell(unused_flags(flags.kind, _given(flags)))
+    _tell(unused_flags(flags.kind, _settings_of(given)))
     # All flags of the job are taken, and checked if the command is there; of a PodMonitor its name and port alone are needed.
     is_job = flags.kind != "service" and (flags.kind != "podmonitor" or command)
     job: Any = make_job(flags, command, given) if is_job else JobSettings(**flags.settings)
@@ -197,12 +197,10 @@ def _check_alone(command: Sequence[str], given: Collection[str]) -> None:
         )
 
 
-def _given(flags: Flags) -> list[str]:
-    values = lambda flags: (
-        flags.settings | {name: getattr(flags, name) for name in ("service", "mesh", "plan")}
-    )
-    defaults = values(Flags())
-    return [name for name, value in values(flags).items() if value != defaults[name]]
+def _settings_of(given: Collection[str]) -> set[str]:
+    """Returns the names of the settings, or of their groups, that flags are of."""
+    names = (flag.removeprefix("--").removeprefix("no-") for flag in given)
+    return {name.partition(".")[0].replace("-", "_") for name in names}
 
 
 def _tell(remarks: Sequence[str]) -> None:
@@ -220,9 +218,9 @@ def make_job(flags: Flags, command: tuple[str, ...], given: Collection[str] = ()
     """
     if flags.plan is None:
         return Job(command=command, **vars(flags.mesh), **flags.settings)
-    if flags.mesh != Mesh():
+    if of_mesh := sorted(word for word in given if word.startswith("--mesh.")):
         raise ValueError(
-            f"a plan has its own mesh; got --plan {flags.plan} and --mesh too. Leave one out."
+            f"a plan has its own mesh; got --plan {flags.plan}, and {' '.join(of_mesh)} too. Leave one out."
         )
     plan = first_plan(parse_json(read_file(flags.plan, "--plan"), "--plan"))
     of_recipe = is_recipe(command)

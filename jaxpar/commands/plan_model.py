@@ -8,6 +8,7 @@ plan --model my_model:SHAPE                a ModelShape, or a TransformerConfig,
 import dataclasses
 import importlib
 import sys
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+import jaxpar
 from jaxpar.fields import arg
 from jaxpar.huggingface.config import beyond_positions, read_config_for
 from jaxpar.huggingface.folder import check_model_folder
@@ -37,6 +39,12 @@ from jaxpar.runtime.output import printable, tell
 from jaxpar.tensor_parallel import flash_attention
 
 KERNELS = {"flash": flash_attention, "xla": "xla"}
+# What the files of jaxpar, of Python and of what is installed begin with, and code without a file.
+LIBRARIES = (
+    str(Path(jaxpar.__file__).parent),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    "<",
+)
 DTYPE = "bfloat16"  # of products and activations, for which presets and folders are planned
 
 
@@ -217,14 +225,16 @@ def _of_module(named: str) -> ModelShape | TransformerConfig:
 
 
 def _not_imported(named: str, error: BaseException) -> ValueError:
-    """Returns what to say of an error of a module that is imported, with its line."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    """Returns what to say of an error of a module that is imported, with the last line that is of no library."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+    frame = (own or frames)[-1]
     where = f"{frame.filename}:{frame.lineno}"
     if isinstance(error, SyntaxError):
         where = f"{error.filename}:{error.lineno}"
     main = 'Put what runs a program under if __name__ == "__main__", or correct the module.'
     remedy = main if isinstance(error, SystemExit) else "Correct it."
-    got = printable(f"{type(error).__name__}: {error}")[:200]
+    got = printable(f"{type(error).__name__}: {error}")[:200].removesuffix(".")
     return ValueError(
         f"{arg('model')} must name a module that can be imported; got {named}: {got} in {printable(where)}. {remedy}"
     )

@@ -83,37 +83,38 @@ class PlannedSettings:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
+    # What every plan has.
     data: forms.Count
     stage: forms.Count
     tensor: forms.Count
-    replica: forms.Count = 1
-    context: forms.Count = 1
+    replica: forms.Count
+    context: forms.Count
+    schedule: forms.Word
+    executor: Literal["spmd", "mpmd"]
+    batch_size: forms.Count
+    num_microbatches: forms.Count
+    num_chunks: forms.Count
+    zero: Annotated[int, Field(ge=0, le=3)]
+    remat: Literal[True, False, "dots"]
     nodes: forms.Count | None = None
     gpus_per_node: forms.Count | None = None
     model: forms.Word | None = None
     dtype: forms.Word | None = None
-    schedule: forms.Word | None = None
-    executor: forms.Word | None = None
-    batch_size: forms.Count | None = None
     seq: forms.Count | None = None
     init_from: str | None = None
     own_model: str | None = None
     ignore_config_keys: Annotated[list[forms.Word], Field(max_length=MAX_PARTS)] | None = None
-    attention: forms.Word | None = None
-    num_microbatches: forms.Count | None = None
-    num_chunks: forms.Count | None = None
+    attention: Literal["flash", "xla"] | None = None
     window: forms.Count | None = None
     lora_rank: forms.Count | None = None
     lora_targets: Annotated[list[forms.Word], Field(max_length=MAX_PARTS)] | None = None
     quantize: forms.Word | None = None
-    products: forms.Word | None = None
+    products: Literal["compute", "fp8"] | None = None
     sequence_parallel: bool = False
-    zero: forms.CountOrZero | None = None
     layers_per_virtual_stage: (
         Annotated[list[forms.CountOrZero], Field(max_length=MAX_PARTS)] | None
     ) = None
-    remat: Literal[True, False, "dots"] = False
-    experts: forms.Word | None = None
+    experts: Literal["tensor", "data"] | None = None
     expert_buffer: forms.Positive | None = None
     step_seconds: forms.Positive | None = None
 
@@ -122,14 +123,15 @@ def first_plan(found: Any) -> PlannedSettings:
     """Returns the first plan in parsed JSON, a list of plans or a single one.
 
     Raises:
-        ValueError: There is no plan, it has a field that `plan --json` does not write or one of another type, or its mesh is
-            of other machines.
+        ValueError: There is no plan, it lacks a field that `plan --json` writes, it has another one or one of another type, or
+            its mesh is of other machines.
     """
     plan = found[0] if isinstance(found, list) and found else found
     remedy = "Write it by `python -m jaxpar plan --json`."
     if isinstance(plan, dict):
         plan = {name: value for name, value in plan.items() if name not in FIGURES}
     settings = fields.read(PlannedSettings, plan, "a plan", remedy)
+    _check_model(settings, remedy)
     num_devices = math.prod(getattr(settings, axis) for axis in AXES)
     nodes, each = settings.nodes, settings.gpus_per_node
     if nodes is not None and each is not None and nodes * each != num_devices:
@@ -140,9 +142,28 @@ def first_plan(found: Any) -> PlannedSettings:
     return settings
 
 
+def _check_model(plan: PlannedSettings, remedy: str) -> None:
+    """Raises ValueError for a plan that names no model, or a transformer without what its rows and numbers are."""
+    names = "model", "init_from", "own_model"
+    named = {name: value for name in names if (value := getattr(plan, name)) is not None}
+    if not named:
+        raise ValueError(
+            f"a plan must have one of the fields {', '.join(names)}; got none. {remedy}"
+        )
+    missing = [name for name in ("seq", "dtype") if getattr(plan, name) is None]
+    if missing and plan.own_model is None:
+        of_model = ", ".join(
+            f"{name} {printable(str(value))[:80]}" for name, value in named.items()
+        )
+        raise ValueError(
+            f"a plan of a transformer must have the fields seq and dtype; got {of_model}, and no {' and no '.join(missing)}. "
+            f"{remedy}"
+        )
+
+
 def check_recipe(plan: PlannedSettings, command: Sequence[str]) -> None:
     """Raises ValueError where the recipe of a command would run something else than what a plan is for."""
-    if plan.stage > 1 and plan.executor not in (None, "spmd"):
+    if plan.stage > 1 and plan.executor != "spmd":
         raise ValueError(
             f"recipes run a pipeline with executor=spmd; got a plan for executor={plan.executor}, ranked by free-running "
             "time. Plan again with --executor spmd."
@@ -308,7 +329,7 @@ def unused_flags(kind: str, given: Collection[str]) -> list[str]:
 
     Args:
         kind: That of ``manifest --kind``.
-        given: The names of the settings that differ from their defaults.
+        given: The names of the settings that the command gives.
     """
     names = [
         f"--{name.replace('_', '-')}" + ".*" * (name in _GROUPS)

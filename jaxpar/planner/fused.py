@@ -23,6 +23,7 @@ from jaxpar._compat import Primitive, with_inner
 from jaxpar.backward.cut_rules import RULES as BUILT_IN
 from jaxpar.backward.cut_rules import Found, Operation, elementwise
 from jaxpar.backward.graph import Graph, Node
+from jaxpar.context_parallel import gather_sequence, num_parts
 from jaxpar.models.grouped_product import OF_WEIGHTS, PRODUCT, TILE
 
 FORWARD, BACKWARD = "planned_attention", "planned_attention_backward"
@@ -48,6 +49,8 @@ def planned_attention(
 ) -> Array:
     """Returns what stands for causal attention in a traced function: ``TransformerConfig.attention`` for the planner.
 
+    Where ``context`` splits sequences it gathers keys and values, unless it is given those of the whole sequence.
+
     Args:
         q: Queries ``[batch, seq, heads, head_dim]``.
         k: Keys ``[batch, seq, kv_heads, head_dim]``.
@@ -55,6 +58,8 @@ def planned_attention(
         bias: Added to the scores; no gradient is computed for it.
         window: Each position attends to this many, itself included; None: to all up to itself.
     """
+    if num_parts() > 1 and k.shape[1] == q.shape[1]:
+        k, v = gather_sequence(k), gather_sequence(v)
     given = [q, k, v] if bias is None else [q, k, v, bias]
     return _attention(window, *given)
 

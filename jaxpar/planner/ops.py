@@ -102,8 +102,8 @@ class Analysis:
             self.x.append(shard_shape(leaf, cut, tensor))
         if context > 1 and not any(node.name == FORWARD for node in self.layer.graph.nodes):
             raise ValueError(
-                f"sequences over context are planned with fused attention; got {arg(context=context)} and attention that "
-                "stores scores. Choose planned_attention, by flag --attention flash."
+                f"sequences over context are planned with fused attention; got {arg(context=context)} and "
+                f"{_without_fused(shape)}"
             )
 
     @cached_property
@@ -376,3 +376,13 @@ def layer_works(choice: Choice, analysis: Analysis) -> dict[str, Work]:
     else:
         plans = plans_of_ops(recomputes=again, splits_backward=choice.splits_backward)
     return {op: analysis.works[plan] for op, plan in plans.items()}
+
+
+def _without_fused(shape: ModelShape) -> str:
+    """Returns what a model has that no fused attention is in, and the remedy."""
+    if shape.remake is not None:
+        return "attention that stores scores. Choose planned_attention, by flag --attention flash."
+    return (
+        "a layer without it. Call jaxpar.planner.fused.planned_attention in the layer of the ModelShape where it attends, or "
+        f"choose {arg(context=1)}."
+    )

@@ -4,14 +4,17 @@ A plan names the changes that would help it most, of one setting, of the batch o
 for the same number of tokens.
 """
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from jaxpar.fields import arg, check_kind
-from jaxpar.mesh import AXES
+from jaxpar.mesh import AXES, abstract_mesh
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.planner.cluster import Cluster, Links
 from jaxpar.planner.job import JAXPAR, Assumptions, Choice, Software, is_round
@@ -21,6 +24,7 @@ from jaxpar.planner.plans import Gain, Plan, why_best, why_not
 from jaxpar.planner.search import Estimator, best_plans, check_fixed
 from jaxpar.schedule import NAMED, NUM_CHUNKS
 from jaxpar.step.optimizer_state import Optimizer
+from jaxpar.step.position_checks import check_positions
 from jaxpar.step.row_checks import check_rows
 
 DEFAULT_TOKENS = 2**22
@@ -57,7 +61,7 @@ def plan(
 
     Raises:
         ValueError: A setting is unknown or out of range; or nothing fits: the message states the memory that is needed and
-            the nearest setting that fits; or the loss depends on how the best plan splits the rows.
+            the nearest setting that fits; or the loss depends on how one of the plans splits rows or sequences.
 
     Example:
         >>> from jaxpar.planner import cluster
@@ -98,8 +102,9 @@ def plan(
     plans = best_plans(estimator, fixed, max(TOP, top))
     if not plans:
         raise ValueError(why_nothing(estimator, fixed, rows_of))
+    for each in plans[:top]:
+        _check_split(shape, each.choice, rows)
     best = plans[0]
-    _check_split(shape, best.choice, rows)
     whys = [why_best(best, plans[1:]), *(why_not(each, best) for each in plans[1:])]
     pairs = zip(plans[:top], whys, strict=False)
     return [replace(each, why=why, gains=gains_of(estimator, each.choice)) for each, why in pairs]
@@ -129,7 +134,7 @@ def price(
         software: What others' software does, for comparison; by default jaxpar.
 
     Raises:
-        ValueError: The choice does not divide the model or the batch.
+        ValueError: The choice does not divide the model or the batch, or the loss depends on how it splits rows or sequences.
     """
     shape = model_shape if isinstance(model_shape, ModelShape) else transformer_shape(model_shape)
     _check_fp8(shape, cluster)
@@ -146,15 +151,40 @@ def price(
     )
     if estimator.analysis(choice) is None:
         raise ValueError(next(iter(estimator.refused.values())))
+    _check_split(shape, choice, batch_size)
     priced = estimator.price(choice)
     assert priced is not None
     return priced
 
 
 def _check_split(shape: ModelShape, choice: Choice, batch_size: int) -> None:
-    """Raises ValueError for a model or a loss that depends on how a batch is split, which no step takes."""
+    """Raises ValueError for a model or a loss that depends on how rows or sequences are split, which no step takes.
+
+    What is right is remembered in the shape, so that a sweep over choices traces each split once.
+    """
     num_parts = choice.num_replicas * choice.num_microbatches
-    check_rows(shape.model, shape.loss, shape.params, shape.batch(batch_size), num_parts)
+    of_rows = "rows", batch_size, num_parts
+    if of_rows not in shape.cache:
+        check_rows(shape.model, shape.loss, shape.params, shape.batch(batch_size), num_parts)
+        shape.cache[of_rows] = True
+    of_positions = "positions", choice.context
+    if choice.context > 1 and of_positions not in shape.cache:
+        _check_positions(shape, choice.context)
+        shape.cache[of_positions] = True
+
+
+def _check_positions(shape: ModelShape, context: int) -> None:
+    """Raises ValueError for a model or a loss that depends on how sequences are split over so many devices.
+
+    What a step would only warn of is left to the step: ``planned_attention`` is an operation of which nothing is known.
+    """
+    batch = shape.batch(1)
+    if isinstance(batch, dict) and "positions" not in batch:  # as ``shard_batch`` adds them
+        batch |= {"positions": jax.ShapeDtypeStruct((1, shape.seq), jnp.int32)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mesh: Any = abstract_mesh(context=context)
+        check_positions(shape.model, shape.loss, shape.params, batch, mesh)
 
 
 def _check_fp8(shape: ModelShape, cluster: Cluster) -> None:

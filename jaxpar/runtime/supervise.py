@@ -204,7 +204,8 @@ def _which(starts: Sequence[Start], max_restarts: int) -> str:
 def _where(start: Start) -> str:
     if start.reached is None:
         return "before its first step"
-    return f"after step {start.reached.done}; resuming from the last intact checkpoint"
+    go_on = "resuming from the last intact checkpoint, or beginning anew where there is none"
+    return f"after step {start.reached.done}; {go_on}"
 
 
 def report(starts: Sequence[Start]) -> str:
