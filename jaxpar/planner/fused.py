@@ -59,7 +59,8 @@ def planned_attention(
         window: Each position attends to this many, itself included; None: to all up to itself.
     """
     if num_parts() > 1 and k.shape[1] == q.shape[1]:
-        k, v = gather_sequence(k), gather_sequence(v)
+        k = gather_sequence(k)
+        v = gather_sequence(v)
     given = [q, k, v] if bias is None else [q, k, v, bias]
     return _attention(window, *given)
 
