@@ -406,7 +406,7 @@ def test_a_job_has_the_nodes_of_its_plan(tmp_path, capsys):
             ([], ""),
             (["--batch-size", "64", "--mesh.data", "-1", "--remat", "none"], ""),
             (["--batch-size", "32"], "--batch-size 32 where it has 64"),
-            (["--zero=0", "--seq", "512"], "--zero 0 where it has 1"),
+            (["--zero=0", "--seq", "512"], "--seq 512 where it has 1024, --zero 0 where it has 1"),
             (
                 ["--remat", "full", "--sequence-parallel"],
                 "--remat full where it has none, --sequence-parallel where it has off",
