@@ -642,6 +642,7 @@ OF_OTHER_ROWS = {
     "an element by their number": lambda p, h, y, t: h[:, 0, len(h) // 4],
     "an element of a table": lambda p, h, y, t: y * p[len(h) // 4],
     "another param": lambda p, h, y, t: y * (p[0] if len(h) > FEW else p[1]),
+    "another of two values": lambda p, h, y, t: y * (jnp.sin(p[0]), jnp.cos(p[0]))[len(h) > FEW],
     "a delay": lambda p, h, y, t: delayed(h),
     "rows in columns": lambda p, h, y, t: h[:, 0].reshape(6, len(h)).sum(1) ** 2,
     "every third of views": lambda p, h, y, t: jnp.concatenate([y, 2 * y])[::3],
