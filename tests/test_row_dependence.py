@@ -436,6 +436,12 @@ def test_rows_at_the_indices_of_others_are_mixed_or_a_doubt(name):
     assert found.kind is Kind.MIXED or found.why
 
 
+def test_another_operand_for_another_number_of_rows_is_told_with_its_line():
+    (found,) = read(OF_OTHER_ROWS["another of two values"])
+    assert found.why.operation == "another operand"
+    assert "test_row_dependence.py" in found.why.line
+
+
 def test_numbers_that_are_written_into_some_rows_are_a_doubt():
     write = lambda p, h, y, t: jax.lax.dynamic_update_slice(h, jnp.zeros((1, 5, 6)), (0, 0, 0))
     (found,) = read(write)

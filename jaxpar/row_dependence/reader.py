@@ -146,7 +146,8 @@ class Reader:
                 return of_constant(a.val, b.val) if isinstance(b, Literal) else Value(growth=None)
             value = known[a]
             if twins[a] is not b and not (user and is_in_einsum(user)):
-                return _of_other_operand(value)
+                line = (user and source_line(user)) or self.caller
+                return _of_other_operand(value, line)
             is_scalar = value.is_free and a.aval.size == b.aval.size == 1
             return replace(value, copied=EVERY_DIM) if is_scalar else value
 
@@ -401,9 +402,9 @@ class _Whole:
         return self.jaxpr.outvars
 
 
-def _of_other_operand(value: Value) -> Value:
+def _of_other_operand(value: Value, line: str) -> Value:
     """Returns the value of an operand in whose place there is another one for more rows."""
-    why = value.why or Reason(OTHER_PROGRAM)
+    why = value.why or Reason(OTHER_PROGRAM, "another operand", line)
     if value.is_free:
         return replace(value, growth=None, number=None, why=why)
     return replace(value, why=why)
