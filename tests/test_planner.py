@@ -325,8 +325,9 @@ def test_experts_are_planned_over_tensor_and_over_data():
         match=r"data must divide the experts where experts=data spreads them; got data=16 and 8 exp.* Choose data from 2, 4, 8",
     ):
         jaxpar.plan(shape, cluster("h100", 2), batch_size=rows, experts="data", data=16)
-    with pytest.raises(ValueError, match=r"^the axes .* microbatches divide a replica's rows"):
+    with pytest.raises(ValueError, match=r"^num_microbatches must divide .* Choose batch_size=72"):
         jaxpar.plan(shape, machines, batch_size=rows, experts="data", num_microbatches=3)
+    assert jaxpar.plan(shape, machines, batch_size=72, experts="data", num_microbatches=3)
 
 
 def test_a_tenth_of_the_memory_stays_free_unless_told_otherwise():
