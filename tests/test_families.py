@@ -367,7 +367,7 @@ def test_a_window_of_some_layers_is_refused_until_it_is_ignored(tmp_path):
     folder = copy_with("qwen2", tmp_path, **mixed)
     with pytest.raises(
         ValueError,
-        match=r"got use_sliding_window=True in .*--ignore-config-keys use_sliding_window",
+        match=r"some of each, by max_window_layers=1, in .*--ignore-config-keys use_sliding_window",
     ):
         read_config(folder)
     config = read_config(folder, ignore=["use_sliding_window"])

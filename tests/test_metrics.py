@@ -128,6 +128,20 @@ def test_a_save_after_a_step_that_has_ended_leaves_each_step_its_time(tmp_path, 
     assert seconds == [0.5, 0.5, 0.5, 0.75, 0.5, 0.75], "the save is in the time of the next step"
 
 
+def test_steps_that_are_seen_to_have_ended_together_have_equal_parts_of_the_time(
+    tmp_path, monkeypatch
+):
+    """A device on which each second step ends while the host prepares the next one."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("jaxpar.metrics.log.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    with MetricsLog(tmp_path, 4, items_per_step=8) as log:
+        for step in range(4):
+            clock.now += 0.5
+            log.log(step, {"loss": OnDevice(clock, clock.now + (0.25 if step % 2 == 0 else 0))})
+    seconds = [line["step_seconds"] for line in read_metrics(tmp_path / "metrics.jsonl")]
+    assert seconds == [0.5] * 4
+
+
 @pytest.mark.full
 def test_the_rate_of_a_run_is_that_of_its_items_or_else_of_steps(tmp_path):
     mesh, batch = jaxpar.make_mesh(), tiny.make_batch()

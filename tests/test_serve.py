@@ -354,6 +354,17 @@ def test_calls_of_tools_and_what_they_return_are_written_by_the_template(tmp_pat
         openai_api._conversation(model, asked_of(others))
 
 
+def test_a_template_by_which_no_question_can_be_asked_is_told_before_requests(tmp_path, capfd):
+    today = "{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}"
+    folder = write_tokenizer(tmp_path / "a", template=today)
+    tokenizer = jaxpar.huggingface.read_tokenizer(folder)
+    model = SimpleNamespace(tokenizer=tokenizer, has_chat_template=True, max_context=64)
+    served = openai_api.language_model(model, "tiny", "a model", 8)
+    told = capfd.readouterr().err
+    assert "/v1/chat/completions refuses a message of the user: a chat template must give" in told
+    assert "Write a date into the template" in served.endpoints[1].summary
+
+
 def test_calls_of_tools_that_a_template_does_not_write_are_a_400(chat):
     ask = lambda messages: chat[3].post(
         "/v1/chat/completions", {"model": "tiny-chat", "messages": messages, "max_tokens": 1}

@@ -468,9 +468,8 @@ def _remarks_on_repeated(checksums: np.ndarray, files: Sequence[Path]) -> Iterat
 
 
 def _names(files: Sequence[Path]) -> str:
-    return printable(str(files[0])) + (
-        f" and {len(files) - 1} more files" if len(files) > 1 else ""
-    )
+    first, others = printable(str(files[0])), len(files) - 1
+    return f"{first} and {others} more file{'s' if others > 1 else ''}" if others else first
 
 
 def _check(path: Path, want: dict[str, int]) -> None:

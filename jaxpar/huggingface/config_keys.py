@@ -29,6 +29,7 @@ def check_keys(kind: str, read: Reader, ignore: Sequence[str]) -> None:
     _check_ignore(kind, ignore)
     _check_only(kind, read)
     _check_layer_types(read)
+    _check_attend_alike(kind, read, ignore)
     _check_unmodelled(kind, read, ignore)
 
 
@@ -101,6 +102,30 @@ def _check_layer_types(read: Reader) -> None:
         )
 
 
+def _check_attend_alike(kind: str, read: Reader, ignore: Sequence[str]) -> None:
+    """Raises where some layers have a window and others have none, unless the window is to be ignored."""
+    key = _key_of_windows(FAMILIES[kind], read.given)
+    if key is None or {*WINDOW_KEYS}.intersection(ignore):
+        return
+    cause = (
+        "layer_types" if isinstance(read.given.get("layer_types"), list) else "max_window_layers"
+    )
+    size = read.given.get("sliding_window", FAMILIES[kind].defaults.get("sliding_window"))
+    raise ValueError(
+        f"the layers of a {kind} must all attend within a window, or all without one; got some of each, by "
+        f"{cause}={brief(read.given.get(cause))}, in {read.path}. The window, {brief(size)} tokens, changes nothing in "
+        f"sequences that are no longer: for these ignore it, by ignore={(*ignore, key)!r}, or --ignore-config-keys "
+        f"{shlex.join([*ignore, key])}."
+    )
+
+
+def _key_of_windows(family: Family, given: Mapping[str, Any]) -> str | None:
+    """Returns the key by which the windows of some layers are ignored; None where all layers attend alike."""
+    if len(kinds_of_attention(family, given)) == 1:
+        return None
+    return next(key for key in WINDOW_KEYS if key in family.more)
+
+
 def _check_unmodelled(kind: str, read: Reader, ignore: Sequence[str]) -> None:
     refused = {
         key: value for key, value in _unmodelled(kind, read.given).items() if key not in ignore
@@ -136,8 +161,7 @@ def _unmodelled(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
         and given.get("pretraining_tp") not in (None, 1)
     ):
         found |= {key: given[key] for key in SLICED_SUMS}
-    if len(kinds_of_attention(family, given)) > 1:
-        key = next(key for key in WINDOW_KEYS if key in family.more)
+    if key := _key_of_windows(family, given):
         found[key] = given.get(key)
     known = family.keys | family.neutral | set(family.dropouts)
     return found | {

@@ -95,9 +95,9 @@ class MetricsLog:
                 "metrics | {...}."
             )
         check_names(metrics, (*OF_LOG, f"{self._items}_per_second"))
-        self.flush()
-        self._pending = (step, metrics)
         is_done = all(map(is_computed, metrics.values()))  # as on a device for which the host waits
+        self._write_pending(also_ended=int(is_done))
+        self._pending = (step, metrics)
         self._ended = time.perf_counter() if is_done else None
         for watcher in self._watchers:
             watcher.dispatched(step, metrics)
@@ -120,6 +120,10 @@ class MetricsLog:
 
     def flush(self) -> None:
         """Writes the metrics that were accepted last, once their step has ended."""
+        self._write_pending(also_ended=0)
+
+    def _write_pending(self, *, also_ended: int) -> None:
+        """Writes the pending metrics; steps after theirs that have ended too have equal parts of the time."""
         if self._pending is None:
             return
         step, metrics = self._pending
@@ -127,7 +131,10 @@ class MetricsLog:
         ordered = {"loss": metrics["loss"], **metrics}
         _check_kept(ordered)
         values = {name: float(np.asarray(value).item()) for name, value in ordered.items()}
-        ended = time.perf_counter() if self._ended is None else self._ended
+        ended = self._ended
+        if ended is None:
+            now = time.perf_counter()
+            ended = now - (now - self._then) * also_ended / (1 + also_ended)
         ended, resumed = self._pause or (ended, ended)
         seconds, self._then, self._pause = ended - self._then, resumed, None
         rate = self._items_per_step / seconds

@@ -14,6 +14,7 @@ import numpy as np
 from jaxpar.data.examples import takes_objects, with_arguments_read
 from jaxpar.data.left_out import roles_left_out
 from jaxpar.huggingface.tokenizer import FolderTokenizer
+from jaxpar.runtime.output import tell
 from jaxpar.serve.bodies import MAX_ROWS, ChatBody, ChatMessage, CompletionBody, Generation
 from jaxpar.serve.language_model import GenerationRequest, LanguageModel, TextDelta
 from jaxpar.serve.logprobs import Echo, echo_of, logprobs
@@ -276,11 +277,10 @@ def language_model(model: LanguageModel, name: str, about: str, max_tokens: int)
     max_tokens = min(max_tokens, model.max_context)
     api = Api(model, name, max_tokens)
     limits = f"At most {max_tokens} tokens are added, to {model.max_context} with the prompt."
-    about_chat = (
-        "Answers in a conversation."
-        if model.has_chat_template
-        else "Refuses: the model has no chat template."
-    )
+    refusal = _refusal_of_question(model)
+    if refusal and model.has_chat_template:
+        tell(f"{CHAT} refuses a message of the user: {refusal}")
+    about_chat = f"Refuses: {refusal}" if refusal else "Answers in a conversation."
     asked = {"model": name, "max_tokens": min(16, max_tokens)}
     text = asked | {"prompt": "def "}
     chat = asked | {"messages": [{"role": "user", "content": "What is a pipeline?"}]}
@@ -349,6 +349,17 @@ def _text(model: LanguageModel, text: str, *, begins: bool = True) -> np.ndarray
             "text must be Unicode; got half of a surrogate pair, \\ud800 to \\udfff. Send both halves, or UTF-8."
         ) from error
     return model.encode(text, begins=begins)
+
+
+def _refusal_of_question(model: LanguageModel) -> str:
+    """Returns why a conversation of one question is refused, as by a template that asks for the day; "" if it is not."""
+    if not model.has_chat_template:
+        return "the model has no chat template."
+    try:
+        _conversation(model, [ChatMessage(role="user", content="What is a pipeline?")])
+    except (ValueError, RequestError) as error:
+        return str(error)
+    return ""
 
 
 def _conversation(model: LanguageModel, messages: list[ChatMessage]) -> str:
