@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,13 @@ from jaxpar.jobs import (
     to_trainjob,
     unsaved,
 )
-from jaxpar.jobs.flags import UNUSED, first_plan, plan_flags
+from jaxpar.jobs.flags import UNUSED, PlannedSettings, first_plan, plan_flags
 from jaxpar.jobs.job import JobSettings
+from jaxpar.models.quantized import Kind
 from jaxpar.run import Run
+from jaxpar.run.language_model import ModelFlags
 from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.schedule import SCHEDULES
 from tests.support import doc_pages
 from tests.support.cluster import expand, started
 from tests.support.planned import PLAN
@@ -471,6 +475,16 @@ def test_a_plan_with_a_field_that_plan_does_not_write_is_refused(capsys):
 NEEDED = sorted({*PLAN} - {"own_model"})
 
 
+def test_a_plan_may_have_each_schedule_each_code_and_each_dtype():
+    of_flags = typing.get_type_hints(ModelFlags)
+    wanted = {"schedule": SCHEDULES, "quantize": typing.get_args(Kind)}
+    wanted["dtype"] = typing.get_args(of_flags["dtype"])
+    of_plan = typing.get_type_hints(PlannedSettings)
+    for name, values in wanted.items():
+        others = typing.get_args(of_plan[name])  # of a Literal, or of one that may be None
+        assert (typing.get_args(others[0]) or others) == tuple(values), name
+
+
 def test_a_plan_without_a_field_that_every_plan_has_is_refused(capsys):
     jaxpar_main(["plan", "--model", "gpt2", "--top", "1", "--json"])
     (written,) = json.loads(capsys.readouterr().out)
@@ -492,7 +506,16 @@ def test_a_plan_without_a_field_that_every_plan_has_is_refused(capsys):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("executor", "z"), ("zero", 4), ("experts", "stage"), ("attention", "f"), ("products", "fp4")],
+    [
+        ("executor", "z"),
+        ("zero", 4),
+        ("experts", "stage"),
+        ("attention", "f"),
+        ("products", "fp4"),
+        ("schedule", "zigzag"),
+        ("quantize", "nf5"),
+        ("dtype", "float8"),
+    ],
 )
 def test_a_setting_of_a_plan_that_is_none_of_its_values_is_refused(name, value):
     with pytest.raises(ValueError, match=rf"^{name} of a plan must be .*; got "):

@@ -89,7 +89,7 @@ class PlannedSettings:
     tensor: forms.Count
     replica: forms.Count
     context: forms.Count
-    schedule: forms.Word
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
     executor: Literal["spmd", "mpmd"]
     batch_size: forms.Count
     num_microbatches: forms.Count
@@ -99,7 +99,7 @@ class PlannedSettings:
     nodes: forms.Count | None = None
     gpus_per_node: forms.Count | None = None
     model: forms.Word | None = None
-    dtype: forms.Word | None = None
+    dtype: Literal["float32", "bfloat16"] | None = None
     seq: forms.Count | None = None
     init_from: str | None = None
     own_model: str | None = None
@@ -108,7 +108,7 @@ class PlannedSettings:
     window: forms.Count | None = None
     lora_rank: forms.Count | None = None
     lora_targets: Annotated[list[forms.Word], Field(max_length=MAX_PARTS)] | None = None
-    quantize: forms.Word | None = None
+    quantize: Literal["nf4", "nf4-dq", "int8", "fp8"] | None = None
     products: Literal["compute", "fp8"] | None = None
     sequence_parallel: bool = False
     layers_per_virtual_stage: (
