@@ -58,7 +58,7 @@ def _of_reduction(op: Operation, given: Values) -> Dims:
 
 def _of_reshape(op: Operation, given: Values) -> Dims:
     found = set()
-    for before, after in groups_of(op) or ():
+    for before, after in groups_of(op):
         if given[0].copies.issuperset(before):
             found.update(after)
     return frozenset(found)

@@ -193,11 +193,10 @@ def _reshaped_copies(op: Operation, value: Value) -> Value:
     groups = groups_of(op)
     if op.axis and len(dims) > 1:  # the whole, of the parts of all
         return value
-    if groups is not None:
-        few, many = op.in_shapes()
-        others = [d for before, _ in groups if set(before) & set(dims) for d in before]
-        if all(d in dims or d in value.copies or few[d] == many[d] == 1 for d in others):
-            return value
+    few, many = op.in_shapes()
+    others = [d for before, _ in groups if set(before) & set(dims) for d in before]
+    if all(d in dims or d in value.copies or few[d] == many[d] == 1 for d in others):
+        return value
     old, new = (shapes[0] for shapes in (op.in_shapes(), op.out_shapes()))
     made = _span_of_reshaped(span_of_shape(old, dims, op.rows), old, new)
     if len(dims) > 1 or made is None:

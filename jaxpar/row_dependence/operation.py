@@ -328,29 +328,32 @@ def _is_repeated(span: Span, shape: Shape, rows: int) -> bool:
     return span.outer == 1 or size == span.outer * rows * span.inner
 
 
-def groups_of(op: Operation) -> list[tuple[list[int], list[int]]] | None:
-    """Returns which neighbouring dims a reshape makes of which; None: others for few rows than for many.
+def groups_of(op: Operation) -> list[tuple[list[int], list[int]]]:
+    """Returns which neighbouring dims a reshape makes of which, for few rows and for many.
 
     [2, 6, 5] -> [12, 5]    ([0, 1], [0]), ([2], [1])
     """
-    pairs = zip(op.in_shapes(), op.out_shapes(), strict=True)
-    few, many = (_grouped(old, new) for old, new in pairs)
-    return few if few == many else None
-
-
-def _grouped(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
-    groups = []
-    before, after = list(range(len(old))), list(range(len(new)))
+    pairs = list(zip(op.in_shapes(), op.out_shapes(), strict=True))
+    old, new = pairs[0]
+    groups, before, after = [], list(range(len(old))), list(range(len(new)))
+    if any(0 in shape for pair in pairs for shape in pair):
+        return [(before, after)]
     while before or after:
         taken, made = before[:1], [] if before else after[:1]
         before, after = before[len(taken) :], after[len(made) :]
-        while (a := _product(old, taken)) != (b := _product(new, made)):
-            if a < b:
+        while sign := _larger(pairs, taken, made):
+            if sign > 0:
                 taken.append(before.pop(0))
             else:
                 made.append(after.pop(0))
         groups.append((taken, made))
     return groups
+
+
+def _larger(pairs: Sequence[tuple[Shape, Shape]], taken: Sequence[int], made: Sequence[int]) -> int:
+    """Returns 1 where the dims that are made are the larger ones, -1 where those that are taken are, 0 for equal sizes."""
+    sizes = ((_product(new, made), _product(old, taken)) for old, new in pairs)
+    return next((1 if after > before else -1 for after, before in sizes if after != before), 0)
 
 
 def _product(shape: Shape, dims: Sequence[int]) -> int:
