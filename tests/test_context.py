@@ -816,6 +816,18 @@ def with_the_mean_of_the_ring(x):
     return x + total / num_devices
 
 
+def test_what_is_sent_by_a_permutation_is_said_not_to_be_read():
+    mesh = jaxpar.make_mesh(context=2)
+    loss = lambda y, batch: (jnp.sum(y**2), jnp.float32(y.size))
+    model = lambda params, batch: with_the_mean_of_the_ring(params["w"] * batch["x"])
+    batch = jaxpar.shard_batch({"x": np.ones((2, 8), np.float32)}, mesh)
+    with pytest.warns(
+        UserWarning, match=r"is not read, .* got jax\.lax\.ppermute in it, and context=2"
+    ):
+        jaxpar.value_and_grad(model, loss, mesh)({"w": np.float32(1)}, batch)
+
+
+@pytest.mark.filterwarnings("ignore:what a model sends")
 @pytest.mark.parametrize("part", ["layer", "head"])
 def test_a_permutation_in_a_pipeline_needs_stages_that_skip_no_op(x64, part):
     mesh = jaxpar.make_mesh(context=2, stage=2, devices=jax.devices()[:4])

@@ -763,11 +763,74 @@ OF_OTHER_ROWS |= {
         lambda: h[:, 0, : len(h) // 4].mean(-1)
     )(),
 }
+halve_large = lambda h: jnp.where(h > 0.1, h * 0.7, h)
+while_large = lambda y, goes_on, follow, start: jax.lax.while_loop(
+    lambda c: jnp.any(c[0] > 0.1) & goes_on(c[1]),
+    lambda c: (halve_large(c[0]), follow(c[0], c[1])),
+    (y, start),
+)[0]
+OF_OTHER_ROWS |= {
+    "trips while no row diverges": lambda p, h, y, t: while_large(
+        y, lambda ok: ok, lambda y, ok: ok & jnp.all(y > 0.3), True
+    ),
+    "trips of a budget of all rows": lambda p, h, y, t: while_large(
+        y, lambda used: used < 20, lambda y, used: used + jnp.sum(y > 0.1), 0
+    ),
+    "trips up to the longest row": lambda p, h, y, t: while_large(
+        y, lambda i: i < jnp.max(t), lambda y, i: i + 1, 0
+    ),
+    "noise in a sum so far": lambda p, h, y, t: scan_rows(
+        lambda c, x: c + x[0] + jax.random.normal(x[1]),
+        0.0,
+        (y, jax.random.split(jax.random.key(0), len(y))),
+    ),
+    "a penalty of the first trip": lambda p, h, y, t: scan_rows(
+        lambda c, x: c + x[0] + (x[1] == 0) * 0.5, 0.0, (y, jnp.arange(len(y)))
+    ),
+    "a product of means": lambda p, h, y, t: jnp.sum(jnp.prod(h / len(h), -1)),
+    "means times means": lambda p, h, y, t: (
+        (h[:, 0] / len(h)).at[:, 0].multiply(h[:, 0, 1] / len(h))
+    ),
+    "windows of their number": lambda p, h, y, t: jax.lax.reduce_window(
+        h[:, 0], 0.0, jax.lax.add, (1, len(h) // 4), (1, 1), [(0, 0), (0, len(h) // 4 - 1)]
+    ),
+    "padding of their number": lambda p, h, y, t: jax.lax.conv_general_dilated(
+        h[:, :1], jnp.ones((1, 1, 2)), (1,), [(len(h) // 4, 4 - len(h) // 4)]
+    ),
+}
 OWN_GROWTH = (
+    "a product of means",
     "one less than their elements",
     "a quotient of counts",
     "all pairs of a row",
 )
+
+
+largest_of = lambda y: jax.lax.stop_gradient(jnp.max(y))
+BY_LARGEST = {
+    "a quotient": lambda p, h, y, t: jnp.sum(y) / largest_of(y),
+    "a product": lambda p, h, y, t: jnp.sum(y) * largest_of(y),
+    "a range": lambda p, h, y, t: jnp.sum(y) / jax.lax.stop_gradient(jnp.ptp(y)),
+    "a product with params": lambda p, h, y, t: h * (largest_of(y) * p[:3] @ p[3:]),
+    "a product with a sum": lambda p, h, y, t: jnp.vdot(h.sum((0, 1)), largest_of(y) * p),
+    "random numbers": lambda p, h, y, t: (
+        y * jax.random.gamma(jax.random.key(0), largest_of(jnp.abs(y)))
+    ),
+    "an operation without a rule": lambda p, h, y, t: (
+        y * jnp.linalg.qr(largest_of(y) * jnp.outer(p, p))[0][0, 0]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_LARGEST)
+def test_a_maximum_of_all_rows_is_taken_to_cancel_and_no_operation_hides_it(name):
+    (found,) = read(BY_LARGEST[name])
+    assert found.assumed.what.startswith("a maximum over rows is taken to cancel"), found
+
+
+def test_an_index_of_the_largest_grows_with_no_element():
+    (found,) = read(lambda p, h, y, t: jnp.argmax(h / len(h), -1))
+    assert found.growth == 1
 
 
 @pytest.mark.parametrize("name", OF_OTHER_ROWS)

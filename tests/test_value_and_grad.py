@@ -61,6 +61,25 @@ def test_a_gradient_of_outer_params_lies_over_stage_along_the_dim_of_its_rule(di
     assert_same(got, jax.value_and_grad(mean)(params), within=1e-5)
 
 
+@pytest.mark.parametrize("axes", [{"data": 2}, {"stage": 2}], ids=str)
+def test_a_weight_in_float32_rounds_no_gradient_in_float64(x64, axes):
+    mesh = jaxpar.make_mesh(**axes, devices=jax.devices()[:2])
+    layer = lambda w, x: x + jnp.tanh(x @ w)
+    head = lambda outer, x: x @ outer
+    model = jaxpar.LayeredModel(lambda outer, batch: batch["x"], layer, head)
+    loss = lambda outputs, batch: (jnp.sum((outputs - batch["y"]) ** 2), jnp.float32(len(outputs)))
+    draw = np.random.default_rng(0).normal
+    params = {"outer": draw(size=(4, 4)), "layers": draw(size=(2, 4, 4)) / 2}
+    batch = {"x": draw(size=(12, 4)), "y": draw(size=(12, 4))}
+    rules = {"layers": jax.P("stage"), "**": jaxpar.replicated()}
+    on_mesh = jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, rules))
+    got = jax.jit(jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2))(
+        on_mesh, jaxpar.shard_batch(batch, mesh)
+    )
+    mean = lambda params: jnp.divide(*loss(model.apply(params, batch), batch))
+    assert_same(got, jax.value_and_grad(mean)(params), within=1e-12)
+
+
 def test_a_plain_function_is_a_model(mesh):
     params = {"weights": np.arange(3, dtype=np.float32), "bias": np.float32(1)}
     rng = np.random.default_rng(0)

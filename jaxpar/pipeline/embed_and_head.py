@@ -27,7 +27,7 @@ from jaxpar.backward.graph import ELEMENTWISE, Graph, Node, fold_transposes, tra
 from jaxpar.backward.padded_dims import keep_padding
 from jaxpar.dtypes import by_parts, float_indices, is_float, merge
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, outer_stage_dim
-from jaxpar.loss_sums import sums_of
+from jaxpar.loss_sums import gradient_of_sum, sums_of
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline.control_flow import is_maskable, permutes
 from jaxpar.pipeline.head_parts import HeadParts, find_parts
@@ -241,8 +241,7 @@ class Ends:
         trained = {i: outer[i] for i in self.head_trains}
         y_floats = [y[i] for i in floats]
         loss_sum, vjp, further = jax.vjp(of_floats, trained, y_floats, has_aux=True)
-        of_loss = jnp.reciprocal(total_weight).astype(loss_sum.dtype)
-        grads, ct = vjp(of_loss)
+        grads, ct = vjp(gradient_of_sum(loss_sum, total_weight))
         return (loss_sum, further), grads, ct
 
     def _head(self, outer: Arrays, y: Arrays, microbatch: PyTree) -> tuple[jax.Array, PyTree]:

@@ -59,8 +59,18 @@ def _reduced_growth(op: Operation, growth: float | None, axes: Sequence[int]) ->
     """Returns the growth of what is left of rows of which other dims are reduced, that may be longer for more rows."""
     more = op.growth_of_size(0, axes)
     if more == 1 or op.name in _OF_ANY_NUMBER:
-        return growth
+        return _growth_of_one(op, growth, axes)
     return product_of_growths(growth, more) if op.name == "reduce_sum" else None
+
+
+def _growth_of_one(op: Operation, growth: float | None, axes: Sequence[int]) -> float | None:
+    """Returns the growth of what is made of as many elements for more rows."""
+    if growth is None or growth == 1:
+        return growth
+    if op.name == "reduce_prod":
+        size, _ = op.sizes_in(0, axes)
+        return growth**size
+    return 1.0 if op.name in ("argmax", "argmin") else growth
 
 
 def _renumbered(dims: Sequence[int], removed: Sequence[int]) -> list[int]:
@@ -82,10 +92,11 @@ def _reduced_without_rows(op: Operation, value: Value, axes: Sequence[int]) -> V
         return elementwise(op, [value])
     more = op.growth_of_size(0, axes)
     is_once = more == 1 or op.name in _OF_ANY_NUMBER
-    growth = value.growth if is_once else product_of_growths(value.growth, more)
+    of_one = _growth_of_one(op, value.growth, axes)
+    growth = of_one if is_once else product_of_growths(of_one, more)
     if (value.place and more != 1) or not (is_once or adds):
         growth = None
-    keeps_place = value.place and op.varying_out()
+    keeps_place = value.place and op.keeps_places()
     place = Place.OTHER if keeps_place else Place.NONE
     number = value.number if op.name in (*_OF_ANY_NUMBER, "reduce_sum") else None
     if number and adds:
@@ -161,7 +172,7 @@ def reshaped(op: Operation, given: Values) -> Value:
     span = value.span
     _, old = op.in_shapes()
     _, new = op.out_shapes()
-    if span is None and not op.varying_out():  # the whole, of the parts of all
+    if span is None and not op.keeps_places():  # the whole, of the parts of all
         return replace(value, place=Place.NONE)
     if value.is_free and op.varying_in() and 0 not in new:
         return _reshaped_copies(op, value)

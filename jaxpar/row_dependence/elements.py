@@ -8,6 +8,7 @@ from jaxpar.row_dependence.values import (
     CARRIED,
     NONE,
     SOME_OTHERWISE,
+    WEIGHT_BY_PLACE,
     ZERO,
     Kind,
     Place,
@@ -210,7 +211,9 @@ def _joined_running(
     is_sum = adds and len(own) == 1 and of_trip
     is_case = not adds and len(own) == len(terms)
     if len(slots) == 1 and (is_sum or is_case):
-        return replace(first, running=slots.pop())
+        by_place = any(v.place for v in terms)
+        why = first.why or (op.told(WEIGHT_BY_PLACE) if by_place else NONE)
+        return replace(first, running=slots.pop(), why=why)
     return op.mixed(terms, CARRIED, at)
 
 
@@ -328,7 +331,8 @@ def _scaled(op: Operation, a: Value, b: Value, power: int = 1) -> Value:
     if a.kind is Kind.SUM and b.is_free and not b.place:
         if a.running and b.number != (1, 1):
             return op.mixed([a, b], CARRIED)
-        return replace(a, growth=growth)
+        assumed = first_assumed([a, b])
+        return replace(a, growth=growth, why=first_why([a, b]), assumed=assumed)
     kinds = {a.kind, b.kind}
     of_rows = kinds <= {Kind.FREE, Kind.ROWS}
     if of_rows and (b.is_free or power > 0):

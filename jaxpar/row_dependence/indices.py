@@ -133,6 +133,8 @@ def _span_of_slices(op: Operation, span: Span) -> Span | None:
 def scattered(op: Operation, given: Values) -> Value:
     """Of an array with slices written at indices, or added there."""
     x, index, updates = given
+    if op.name == "scatter-mul" and updates.growth != 1:
+        return elementwise(op, given)
     if index.kind > Kind.ROWS or all(v.is_free for v in given):
         return elementwise(op, given)
     dims = op.varying_out()

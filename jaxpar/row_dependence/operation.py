@@ -32,15 +32,17 @@ Shape = tuple[int, ...]
 _SIZES = frozenset(
     (
         *("shape", "new_sizes", "sizes", "reps", "length", "unroll", "name", "slice_sizes"),
-        *("start_indices", "limit_indices", "padding", "padding_config", "window_dimensions"),
+        *("start_indices", "limit_indices", "padding_config", "window_dimensions"),
         *("lhs_shape", "rhs_shape", "fft_lengths", "axis_size"),
     )
 )
+_WINDOWS = ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
 _BY_DIM = {  # settings with an entry for each dim
     "slice": ("start_indices", "limit_indices"),
     "dynamic_slice": ("slice_sizes",),
     "pad": ("padding_config",),
     "split": (),
+    **dict.fromkeys(_WINDOWS, ("window_dimensions",)),
 }
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "all_to_all")
 LIBRARY = f"{Path(__file__).parents[1]}{os.sep}"  # the folder of jaxpar, in a line of its code
@@ -133,6 +135,10 @@ class Operation:
         """Returns the dims of a result whose sizes differ."""
         return _differing(*self.out_shapes(at))
 
+    def keeps_places(self, at: int = 0) -> bool:
+        """Whether a result may be another one at each place of a row, or in each trip of a loop over places."""
+        return bool(self.varying_out(at)) or self.trips_vary
+
     def parts_groups(self, size: Fraction | int) -> bool:
         """Whether a split parts some groups of so many neighbouring rows."""
         return size > 1 and self.num_joined > 0 and self.num_joined % size != 0
@@ -206,8 +212,7 @@ class Operation:
 
     def free(self, given: Values, at: int = 0) -> Value:
         """Returns a result of values that do not depend on rows."""
-        has_rows = self.varying_out(at) or self.trips_vary
-        place = max(v.place for v in given) if has_rows else Place.NONE
+        place = max(v.place for v in given) if self.keeps_places(at) else Place.NONE
         is_same = place or all(v.growth == 1 for v in given)
         return Value(
             growth=1.0 if is_same else None,
@@ -280,6 +285,8 @@ class Operation:
             return Value(
                 growth=1.0 if is_same else None,
                 place=Place.OTHER if dims else Place.NONE,
+                assumed=first_assumed(given),
+                why=carried_on(first_why(given)),
             )
         span = self._guessed_span(given, dims, at)
         return (

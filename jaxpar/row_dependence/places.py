@@ -64,7 +64,7 @@ def _without_rows(op: Operation, given: Values, value: Value, at: int) -> Value:
     """
     varying = [v for i, v in enumerate(given) if op.varying_in(i)]
     had_places = any(v.place for v in varying) or (varying and op.name not in _OF_COPIES)
-    is_left = op.varying_out(at) or op.trips_vary
+    is_left = op.keeps_places(at)
     is_whole = op.name == "reshape"  # of what all devices have
     is_lost = had_places and not is_left and not is_whole
     is_elsewhere = _index_depends_on_number(op, given)
@@ -73,7 +73,7 @@ def _without_rows(op: Operation, given: Values, value: Value, at: int) -> Value:
         return replace(value, why=why)
     if not (is_lost or is_elsewhere) or not value.is_free or value.number:
         return value
-    return replace(value, growth=None, place=value.place if op.varying_out(at) else Place.NONE)
+    return replace(value, growth=None, place=value.place if is_left else Place.NONE)
 
 
 def _index_depends_on_number(op: Operation, given: Values) -> bool:

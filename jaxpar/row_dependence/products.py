@@ -41,9 +41,9 @@ def multiplied_matrices(op: Operation, given: Values) -> Value:
     if not a.is_free or not b.is_free:
         return _product_of_rows(op, given, growth)
     has_place = max(a.place, b.place)
-    place = Place.OTHER if has_place and op.varying_out() else Place.NONE
+    place = Place.OTHER if has_place and op.keeps_places() else Place.NONE
     growth = _contracted_growth(op, given, growth)
-    return Value(growth=growth, place=place)
+    return replace(op.free(given), growth=growth, place=place)
 
 
 def _contracted_growth(op: Operation, given: Values, growth: float | None) -> float | None:
@@ -81,7 +81,8 @@ def _product_with_sums(op: Operation, given: Values, growth: float | None) -> Va
     if kinds == {Kind.FREE, Kind.SUM} and not has_place:
         of_rows = max(given, key=lambda v: v.kind)
         growth = _contracted_growth(op, given, growth)
-        return replace(of_rows, growth=growth)
+        assumed = first_assumed(given)
+        return replace(of_rows, growth=growth, why=first_why(given), assumed=assumed)
     if max(kinds) is Kind.ROWS:
         return op.unknown(
             given,

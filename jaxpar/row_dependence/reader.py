@@ -30,7 +30,7 @@ from jaxpar.row_dependence.elements import (
 from jaxpar.row_dependence.expressions import Expressions
 from jaxpar.row_dependence.gradient import in_doubt_by_gradient
 from jaxpar.row_dependence.mark import is_of_own_rows, is_row_wise
-from jaxpar.row_dependence.operation import Operation
+from jaxpar.row_dependence.operation import Operation, carried_on
 from jaxpar.row_dependence.places import placed
 from jaxpar.row_dependence.rules import (
     DRAWS,
@@ -61,6 +61,7 @@ from jaxpar.row_dependence.values import (
     Reason,
     Value,
     Values,
+    first_assumed,
     first_why,
     of_number,
 )
@@ -217,6 +218,8 @@ class Reader:
             drawn = lambda at: Value(
                 growth=1.0 if is_same else None,
                 place=Place.OTHER if by_place or op.varying_out(at) else Place.NONE,
+                assumed=first_assumed(given),
+                why=carried_on(first_why(given)),
             )
             return [drawn(at) for at in outputs]
         if any(v.kind is Kind.MIXED for v in given) and op.name not in TAKE_MIXED:
@@ -285,7 +288,8 @@ class Reader:
         body = opened(few)
         kept = kept_by_trips(body, of_body, len(carry))
         carried = list(zip(body.invars[of_body:], kept, strict=True))
-        trips = trips_of(op, {id(before) for before, is_kept in carried if not is_kept})
+        changed = {id(before) for before, is_kept in carried if not is_kept}
+        trips = trips_of(op, changed, first, carry)
         made = []
         for at, (value, (before, is_kept)) in enumerate(zip(carry, carried, strict=True)):
             is_own = is_kept or trips.keep_rows(before, body.outvars[at])

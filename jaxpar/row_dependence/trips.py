@@ -18,7 +18,7 @@ from jaxpar._compat import Literal, inlined, opened
 from jaxpar.row_dependence.elements import elementwise
 from jaxpar.row_dependence.expressions import Expressions
 from jaxpar.row_dependence.operation import Operation
-from jaxpar.row_dependence.values import CARRIED, Kind, Place, Value
+from jaxpar.row_dependence.values import CARRIED, Kind, Place, Value, Values
 
 _SHAPES = ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy")
 Choice = tuple[int, bool]  # the number of an expression, and whether it is true where a row goes on
@@ -86,12 +86,14 @@ class Trips:
         return inside, inner
 
 
-def trips_of(op: Operation, changed: set[int]) -> Trips:
+def trips_of(op: Operation, changed: set[int], asked_of: Values, carry: Values) -> Trips:
     """Returns the body of a loop.
 
     Args:
         op: The loop, a ``while``.
         changed: The ids of what the body is given that trips change.
+        asked_of: The values of what its condition reads beside what it carries.
+        carry: Those of what it carries.
     """
     of_condition, of_body = op.params["cond_nconsts"], op.params["body_nconsts"]
     condition, body = opened(op.params["cond_jaxpr"]), opened(op.params["body_jaxpr"])
@@ -105,18 +107,36 @@ def trips_of(op: Operation, changed: set[int]) -> Trips:
     going_on = _of_some_row(asked, condition.outvars[0], is_true=True)
     trips = Trips(body, expressions, going_on, _following(body, changed))
     read = asked.leaves(condition.outvars[0])
-    for at, leaf in enumerate(carried):
-        if leaf in read and not _stays(trips, at, of_body):
-            return replace(trips, going_on=frozenset())
-    return trips
+    beside = _read_beside_rows(asked, condition.outvars[0], is_true=True)
+    values = zip([*constants, *carried], [*asked_of, *carry], strict=True)
+    are_bounds = all(value.is_free for leaf, value in values if leaf in beside)
+    is_asked = (at for at, leaf in enumerate(carried) if leaf in read)
+    if are_bounds and all(_stays(trips, at, of_body) for at in is_asked):
+        return trips
+    return replace(trips, going_on=frozenset())
+
+
+def _read_beside_rows(expressions: Expressions, of: Any, *, is_true: bool) -> set[Hashable]:
+    """Returns the leaves of what a condition asks beside that of some row: the number of trips, or another bound."""
+    of = _of_any_shape(expressions, of)
+    if not _of_some_row(expressions, of, is_true=is_true):
+        return expressions.leaves(of)
+    equation = expressions.maker(of)
+    name, operands = equation.primitive.name, equation.invars
+    if name == "not":
+        return _read_beside_rows(expressions, operands[0], is_true=not is_true)
+    if name == ("and" if is_true else "or"):
+        found = (_read_beside_rows(expressions, each, is_true=is_true) for each in operands)
+        return set().union(*found)
+    return set()
 
 
 def _stays(trips: Trips, at: int, num_constants: int) -> bool:
     """Whether a row that is done stays so by a value that the condition reads: a counter, or what only such rows keep."""
     before = trips.body.invars[num_constants + at]
     after = trips.body.outvars[at]
-    is_scalar = before.aval.ndim == 0 and jnp.issubdtype(before.aval.dtype, jnp.integer)
-    if before is after or is_scalar or trips.keep_rows(before, after):
+    is_counter = before.aval.ndim == 0 and jnp.issubdtype(before.aval.dtype, jnp.integer)
+    if before is after or is_counter or trips.keep_rows(before, after):
         return True
     equation = trips.expressions.maker(after)
     if equation is None or equation.primitive.name not in ("or", "and"):

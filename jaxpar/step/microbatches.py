@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar.backward.graph import fold_transposes
@@ -18,7 +17,7 @@ from jaxpar.backward.padded_dims import keep_padding
 from jaxpar.backward.remat import forward_with_remat, with_remat
 from jaxpar.data_parallel import accumulate
 from jaxpar.layered_model import LAYERS, OUTER
-from jaxpar.loss_sums import sums_of
+from jaxpar.loss_sums import gradient_of_sum, sums_of
 from jaxpar.step.plan import Step
 from jaxpar.step.sharding import StepSharding
 from jaxpar.step.vjp_layers import ReducingLayers, gathering_layers, wide_shards
@@ -121,8 +120,7 @@ class _OneByOne:
         ) -> SumsAndGrads:
             loss_of = lambda trained: sums_of(loss, outputs(trained, rows), rows)
             loss_sum, vjp, further = jax.vjp(loss_of, trained, has_aux=True)
-            cotangent = jnp.reciprocal(total_weight)
-            (grads,) = vjp(cotangent.astype(loss_sum.dtype))
+            (grads,) = vjp(gradient_of_sum(loss_sum, total_weight))
             return (loss_sum, further), grads
 
         return differentiate(trained, microbatch, self.total_weight)

@@ -150,12 +150,19 @@ def _of_devices(
 ) -> Found | None:
     """Returns how the loss depends on which positions a device has, of a sequence that more devices share, or fewer.
 
-    None if that is not known: a model sends positions from device to device, or takes no such numbers of devices, which is
-    told.
+    None if that is not known, which is told: a model sends positions from device to device, or takes no such numbers of
+    devices.
     """
     parts, seq = mesh.shape[CONTEXT], sequence_length(batch)
     read = partial(_of_so_many, model, loss, params, batch, mesh, shardings)
     if _sends_on(model, params, batch, mesh, shardings):
+        if jax.process_index() == 0:
+            warnings.warn(
+                "what a model sends from device to device is not read, nor what it makes of the positions of one; got "
+                f"jax.lax.ppermute in it, and {arg(context=parts)}. It is taken to be right. Compare its loss and gradients "
+                f"with those of {arg(context=1)}.",
+                stacklevel=2,
+            )
         return None
     # Numbers of devices, and the sequence: a device has as much of it as in the step, if the model takes twice its length.
     cases = [((2 * parts, parts), 2 * seq)]
