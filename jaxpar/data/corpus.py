@@ -468,8 +468,8 @@ def _remarks_on_repeated(checksums: np.ndarray, files: Sequence[Path]) -> Iterat
 
 
 def _names(files: Sequence[Path]) -> str:
-    first, others = printable(str(files[0])), len(files) - 1
-    return f"{first} and {others} more file{'s' if others > 1 else ''}" if others else first
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return printable(str(files[0])) + more
 
 
 def _check(path: Path, want: dict[str, int]) -> None:

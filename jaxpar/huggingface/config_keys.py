@@ -114,8 +114,7 @@ def _check_attend_alike(kind: str, read: Reader, ignore: Sequence[str]) -> None:
     raise ValueError(
         f"the layers of a {kind} must all attend within a window, or all without one; got some of each, by "
         f"{cause}={brief(read.given.get(cause))}, in {read.path}. The window, {brief(size)} tokens, changes nothing in "
-        f"sequences that are no longer: for these ignore it, by ignore={(*ignore, key)!r}, or --ignore-config-keys "
-        f"{shlex.join([*ignore, key])}."
+        f"sequences that are no longer: for these ignore it, by {_ignoring([*ignore, key])}."
     )
 
 
@@ -138,7 +137,7 @@ def _check_unmodelled(kind: str, read: Reader, ignore: Sequence[str]) -> None:
     more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
     names = [*ignore, *refused]
     remedy = (
-        f"give ignore={tuple(names)!r}, or --ignore-config-keys {shlex.join(names)}"
+        f"give {_ignoring(names)}"
         if len(names) <= MAX_NAMED and all(len(name) <= 80 and name.isprintable() for name in names)
         else "name them in ignore"
     )
@@ -146,6 +145,11 @@ def _check_unmodelled(kind: str, read: Reader, ignore: Sequence[str]) -> None:
         f"every key of a {kind}'s config.json must be known and modelled, since any may change the model or its training, as "
         f"dropout would; got {got}{more} in {read.path}. To ignore them, {remedy}: write_model writes them back unchanged."
     )
+
+
+def _ignoring(names: Sequence[str]) -> str:
+    """Returns how keys are ignored, in a program and in a command."""
+    return f"ignore={tuple(names)!r}, or --ignore-config-keys {shlex.join(names)}"
 
 
 def _unmodelled(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,8 +24,10 @@ from jaxpar.jobs.job import (
     mesh_of,
 )
 from jaxpar.jobs.workload import USUAL_GRACE
+from jaxpar.models.quantized import Kind
 from jaxpar.runtime.output import printable
 from jaxpar.runtime.watchdog import Budgets
+from jaxpar.schedule import SCHEDULES
 
 # The settings of a plan that are also flags of a recipe. A plan without model, seq and dtype is of a model that is no preset, a
 # folder's or one's own.
@@ -89,7 +91,7 @@ class PlannedSettings:
     tensor: forms.Count
     replica: forms.Count
     context: forms.Count
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+    schedule: Annotated[str, forms.one_of(SCHEDULES)]
     executor: Literal["spmd", "mpmd"]
     batch_size: forms.Count
     num_microbatches: forms.Count
@@ -108,7 +110,7 @@ class PlannedSettings:
     window: forms.Count | None = None
     lora_rank: forms.Count | None = None
     lora_targets: Annotated[list[forms.Word], Field(max_length=MAX_PARTS)] | None = None
-    quantize: Literal["nf4", "nf4-dq", "int8", "fp8"] | None = None
+    quantize: Kind | None = None
     products: Literal["compute", "fp8"] | None = None
     sequence_parallel: bool = False
     layers_per_virtual_stage: (

@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,18 @@ def _form(name: str) -> AfterValidator:
         raise PydanticCustomError(
             "form", "must be {rule}, at most {most} long", {"rule": rule, "most": most}
         )
+
+    return AfterValidator(check)
+
+
+def one_of(names: Sequence[str]) -> AfterValidator:
+    """Returns a check of a string that must be one of some names."""
+
+    def check(value: str) -> str:
+        if value in names:
+            return value
+        told = ", ".join(map(repr, names[:-1]))
+        raise PydanticCustomError("name", "must be {names}", {"names": f"{told} or {names[-1]!r}"})
 
     return AfterValidator(check)
 

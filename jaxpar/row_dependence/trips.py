@@ -122,6 +122,7 @@ def _read_beside_rows(expressions: Expressions, of: Any, *, is_true: bool) -> se
     if not _of_some_row(expressions, of, is_true=is_true):
         return expressions.leaves(of)
     equation = expressions.maker(of)
+    assert equation is not None, "it asks of some row"
     name, operands = equation.primitive.name, equation.invars
     if name == "not":
         return _read_beside_rows(expressions, operands[0], is_true=not is_true)

@@ -21,6 +21,7 @@ from jaxpar.serve.logprobs import Echo, echo_of, logprobs
 from jaxpar.serve.requests import Endpoint, Reply, RequestError, Served
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+QUESTION = {"role": "user", "content": "What is a pipeline?"}
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's API has it
 LEAST_TEMPERATURE = 0.01  # scores over less overflow; below it the likeliest token is taken
 
@@ -283,7 +284,7 @@ def language_model(model: LanguageModel, name: str, about: str, max_tokens: int)
     about_chat = f"Refuses: {refusal}" if refusal else "Answers in a conversation."
     asked = {"model": name, "max_tokens": min(16, max_tokens)}
     text = asked | {"prompt": "def "}
-    chat = asked | {"messages": [{"role": "user", "content": "What is a pipeline?"}]}
+    chat = asked | {"messages": [QUESTION]}
     about_text, of_text, of_chat = (
         "Continues a text.",
         api.example(is_chat=False),
@@ -356,7 +357,7 @@ def _refusal_of_question(model: LanguageModel) -> str:
     if not model.has_chat_template:
         return "the model has no chat template."
     try:
-        _conversation(model, [ChatMessage(role="user", content="What is a pipeline?")])
+        _conversation(model, [ChatMessage.model_validate(QUESTION)])
     except (ValueError, RequestError) as error:
         return str(error)
     return ""
