@@ -46,7 +46,7 @@ class Gain:
 
     Attributes:
         change: The change.
-        faster: The share of the time by which the same number of tokens takes less.
+        faster: How many more tokens a second it gives, as a share of those without it: 0.5 where 3 take the time of 2.
         more_bytes: The bytes of memory that a device needs more; fewer if negative.
         missing_bytes: The bytes of memory that a device has too little for it, 0 if it fits.
     """
