@@ -630,6 +630,43 @@ def test_faster_is_of_tokens_a_second_in_the_lead_of_a_plan_and_in_what_helps_it
     assert f"{slow.step_seconds / fast.step_seconds - 1:.0%} faster" in str(gain)
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_zero_that_shards_nothing_takes_the_time_of_none_and_is_told(zero):
+    machines = cluster("h100", devices_per_node=7)
+    whole, planned = (
+        price(SMALL, machines, Choice(data=7, zero=level), batch_size=14) for level in (0, zero)
+    )
+    assert planned.bytes_per_device["optimizer"] == whole.bytes_per_device["optimizer"]
+    assert planned.ranked_by.update == whole.ranked_by.update
+    told = f"level {zero} shards nothing: data times context, 7, divides no free dim of the params"
+    assert told in planned.details(machines.memory_bytes)
+    assert "shards nothing" not in whole.details(machines.memory_bytes)
+    other = price(SMALL, cluster("h100"), Choice(data=8, zero=zero), batch_size=16)
+    assert "shards nothing" not in other.details(machines.memory_bytes)
+
+
+def test_the_search_takes_zero_0_where_others_shard_nothing():
+    machines = cluster("h100", devices_per_node=7)
+    (best,) = jaxpar.plan(SMALL, machines, batch_size=14, data=7, top=1)
+    assert best.choice.zero == 0
+    (best,) = jaxpar.plan(SMALL, cluster("h100"), batch_size=16, data=8, top=1)
+    assert best.choice.zero > 0
+
+
+def test_an_update_takes_the_time_of_the_params_whose_state_a_device_has():
+    """Where ZeRO leaves some params whole, that is more than its share of them."""
+    shape, machines = KEPT(SMALL), cluster("h100")
+    estimator = Estimator(shape, machines, 8, optax.adam(1e-4), "spmd", Assumptions())
+    updated = []
+    for zero in range(4):
+        choice = Choice(data=2, stage=2, tensor=2, num_microbatches=2, zero=zero)
+        of_param = estimator.at_rest(choice).bytes["optimizer"] / 2  # Adam has two of each
+        seconds = estimator.price(choice).ranked_by.update
+        assert seconds == pytest.approx(2 * 4 * of_param / memory_rate(machines), rel=1e-3), zero
+        updated.append(of_param)
+    assert 1.02 * updated[0] / 2 < updated[1] < updated[0]
+
+
 @pytest.mark.parametrize("count", [1, 2, 8])
 @pytest.mark.parametrize("tensor", [1, 4])
 def test_the_quick_estimate_of_one_stage_lacks_the_embedding_and_the_update_alone(count, tensor):
