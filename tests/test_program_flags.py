@@ -213,6 +213,40 @@ def test_flags_that_a_job_s_program_would_refuse_are_refused_before_it_is_writte
 
 
 @pytest.mark.parametrize(
+    ("flags", "remedies"),
+    [
+        ("--batch-size 7", ["--batch-size 8 or more"]),
+        (
+            "--batch-size 9 --num-microbatches 2",
+            ["--batch-size 16 or more", "--num-microbatches 1"],
+        ),
+        ("--batch-size 9 --num-microbatches 2 --resume", ["--num-microbatches 1"]),
+        ("--batch-size 7 --resume", ["--batch-size 8 or more with --allow-change batch_size"]),
+    ],
+)
+def test_a_step_with_too_few_rows_for_a_job_s_mesh_is_refused_with_what_keeps_its_devices(
+    flags, remedies, capsys
+):
+    given = dict(re.findall(r"(--\S+)(?: (\d+))?", flags))
+    assert code_of(["manifest", *JOB, "recipes/gpt.py", *KEPT, *flags.split()]) == 2
+    assert f". Choose {', or '.join(remedies)}." in capsys.readouterr().err
+    for remedy in remedies:
+        changed = given | dict(re.findall(r"(--\S+) (\w+)", remedy))
+        words = " ".join(f"{flag} {value}" for flag, value in changed.items()).split()
+        assert code_of(["manifest", *JOB, "recipes/gpt.py", *KEPT, *words]) in (0, None), remedy
+
+
+def test_a_plan_with_too_few_rows_is_refused_with_what_keeps_its_devices(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps([planned_settings.PLAN | {"batch_size": 7}]))
+    command = ["--image", "a:1", "--plan", str(path), "recipes/gpt.py", *KEPT]
+    assert code_of(["manifest", *command]) == 2
+    printed = capsys.readouterr().err
+    (rows,) = re.findall(r"Choose --batch-size (\d+) or more\.", printed)
+    assert code_of(["manifest", *command, "--batch-size", rows]) in (0, None)
+
+
+@pytest.mark.parametrize(
     ("command", "said"),
     without(
         [

@@ -316,4 +316,4 @@ def _check_rows(flags: Any, num_devices: int | None) -> None:
     own = flags.data if isinstance(data, DataFlags) else getattr(flags, "recipe", None)
     if own is not None and hasattr(own, "num_microbatches"):
         most = sys.maxsize  # rows to learn from, of which the machine with the data knows
-        check_microbatches(flags, own.num_microbatches, most, mesh)
+        check_microbatches(flags, own.num_microbatches, most, mesh, keeps_mesh=True)

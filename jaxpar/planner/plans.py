@@ -46,7 +46,7 @@ class Gain:
 
     Attributes:
         change: The change.
-        faster: The share of the time by which the same number of tokens takes less.
+        faster: How many more tokens a second it gives, as a share of those without it: 0.5 where 3 take the time of 2.
         more_bytes: The bytes of memory that a device needs more; fewer if negative.
         missing_bytes: The bytes of memory that a device has too little for it, 0 if it fits.
     """
@@ -81,6 +81,7 @@ class Plan:
         why: Why it is the best, or why it is not.
         gains: What would help it most.
         software: What runs it.
+        zero_shards_nothing: Whether its ZeRO level shards nothing, since the devices over which it would divide no free dim.
     """
 
     choice: Choice
@@ -95,6 +96,7 @@ class Plan:
     why: str = ""
     gains: tuple[Gain, ...] = ()
     software: str = "jaxpar"
+    zero_shards_nothing: bool = False
 
     @property
     def ranked_by(self) -> StepTime:
@@ -165,10 +167,13 @@ class Plan:
             ("", _bars(self, width)),
             ("rate", rate),
         ]
-        layers = self.choice.layers_per_virtual_stage
+        choice, layers = self.choice, self.choice.layers_per_virtual_stage
+        if self.zero_shards_nothing:
+            why = f"data times context, {choice.parts()}, divides no free dim of the params"
+            parts.append(("zero", f"level {choice.zero} shards nothing: {why}"))
         if layers and len(set(layers)) > 1:
             parts.append(("layers", " ".join(map(str, layers))))
-        if self.choice.stage > 1:
+        if choice.stage > 1:
             other = self.time if self.is_ideal else self.ideal_time
             form = (
                 "in lock-step (executor=spmd)" if self.is_ideal else "with stages that run freely"
@@ -180,7 +185,7 @@ class Plan:
             for name, part in parts
         ]
         first = wrapped(
-            "", f"{title}{self.choice.axes()}, {self.why}".removesuffix(", "), width, indent=0
+            "", f"{title}{choice.axes()}, {self.why}".removesuffix(", "), width, indent=0
         )
         return "\n".join([first, *lines])
 

@@ -1,7 +1,7 @@
 """The planner's public functions: `plan` ranks ways to train a model on a cluster, `price` estimates one choice.
 
-A plan names the changes that would help it most, of one setting, of the batch or of the machines, by the seconds that they save
-for the same number of tokens.
+A plan names the changes that would help it most, of one setting, of the batch or of the machines, by how many more tokens a
+second they give.
 """
 
 import warnings
@@ -205,11 +205,15 @@ def gains_of(estimator: Estimator, choice: Choice) -> tuple[Gain, ...]:
             continue
         needed = other.quick_bytes(changed)
         missing = max(0, round(needed - estimator.memory_limit))
-        faster = 1 - _seconds_a_row(other, changed) / seconds  # for the same number of rows
-        found.append(Gain(change, faster, needed - memory, missing))
+        faster = seconds / _seconds_a_row(other, changed) - 1
+        if faster >= LEAST:
+            found.append(Gain(change, faster, needed - memory, missing))
     # What fits comes first.
     found.sort(key=lambda gain: (gain.missing_bytes > 0, -gain.faster))
-    return tuple([gain for gain in found if gain.faster >= LEAST][:COUNT])
+    best: dict[str, Gain] = {}  # of the ways to make one change
+    for gain in found:
+        best.setdefault(gain.change, gain)
+    return tuple([*best.values()][:COUNT])
 
 
 def _seconds_a_row(estimator: Estimator, choice: Choice) -> float:
@@ -221,7 +225,7 @@ def _seconds_a_row(estimator: Estimator, choice: Choice) -> float:
 
 
 def _changes(estimator: Estimator, choice: Choice) -> Iterator[tuple[str, Estimator, Choice]]:
-    """Yields changes by name, each with the estimator that prices the changed choice."""
+    """Yields changes by name, each with the estimator that prices the changed choice; a name again for another way to it."""
     for remat, name in (
         (False, "no recomputation"),
         ("dots", "recomputing attention scores alone"),
@@ -248,7 +252,9 @@ def _changes(estimator: Estimator, choice: Choice) -> Iterator[tuple[str, Estima
     if choice.zero == 3:
         yield "ZeRO 1", estimator, replace(choice, zero=1)
     larger = replace(estimator, batch_size=2 * estimator.batch_size)
-    yield "twice the batch", larger, replace(choice, num_microbatches=2 * choice.num_microbatches)
+    for factor in (1, 2):  # larger microbatches, or more of them
+        count = factor * choice.num_microbatches
+        yield "twice the batch", larger, replace(choice, num_microbatches=count)
     links = Links(estimator.cluster, choice.mesh.shape, estimator.assumed.network)
     crossing = {links.crosses(axis) for axis in AXES if choice.mesh.shape[axis] > 1}
     for crosses in sorted(crossing):

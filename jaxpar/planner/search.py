@@ -18,7 +18,7 @@ gpipe is left out unless it is fixed: 1f1b takes as long and needs less memory.
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -134,6 +134,14 @@ class Estimator:
         """Whether the replicas of a choice hold all of its params, optimizer state and sequences, as "mpmd" has them."""
         return self.executor == "mpmd" and choice.stage > 1
 
+    def zero_levels(self, choice: Choice) -> Sequence[int]:
+        """Returns the ZeRO levels to try for the mesh and the layers of a choice, those that send the least first."""
+        if choice.parts() == 1 or self.replicates(choice):
+            return (0,)
+        if self.at_rest(replace(choice, zero=1)).shards_nothing:
+            return 0, 3  # which may still shard frozen params
+        return 1, 2, 3  # level 0 sends as much as level 1 and needs more memory
+
     def balanced(self, choice: Choice) -> Choice:
         """Returns the choice with the spread of layers whose busiest stage, the head included, takes the least time."""
         count = choice.stage * choice.num_chunks
@@ -232,11 +240,8 @@ class Estimator:
             return None
         transfers = [] if quick else self.traffic(choice)
         sent = transfers or self.traffic(choice, messages=False)
-        shards = (
-            choice.parts() if choice.zero in (1, 2) else 1
-        )  # which update a share of the params
         at_rest = self.at_rest(choice)
-        state = memory["optimizer"] + at_rest.trained_bytes // shards + wide_bytes(at_rest.grads)
+        state = memory["optimizer"] + at_rest.updated_bytes + wide_bytes(at_rest.grads)
         is_ideal = self.executor == "mpmd"
         ranked = step_time(self.prices(choice), sent, state)
         other = ranked if quick else step_time(self.prices(choice, ranked=False), sent, state)
@@ -252,6 +257,7 @@ class Estimator:
             flops=useful + again,
             useful_flops=useful,
             software=self.software.name,
+            zero_shards_nothing=choice.zero > 0 and at_rest.shards_nothing,
         )
 
     def _flops(self, choice: Choice) -> tuple[int | float, int | float]:
@@ -305,9 +311,8 @@ def likely_choices(
         if is_known:
             yield seconds, choice
         elif not is_done(seconds, choice):
-            # Level 0 sends as much as level 1 and needs more memory.
-            levels = (0,) if choice.parts() == 1 or estimator.replicates(choice) else (1, 2, 3)
-            tried = [replace(choice, zero=zero) for zero in fixed_or(fixed, "zero", levels)]
+            levels = fixed_or(fixed, "zero", estimator.zero_levels(choice))
+            tried = [replace(choice, zero=zero) for zero in levels]
             fits = next((each for each in tried if estimator.seems_to_fit(each, SURPLUS)), None)
             if fits:
                 heapq.heappush(
@@ -382,7 +387,7 @@ def _changes(
     """Yields choices that differ in one setting which is not fixed."""
     yield from _other_rows(estimator, fixed, choice, reach)
     if not estimator.replicates(choice) and choice.parts() > 1:
-        for zero in fixed_or(fixed, "zero", (1, 2, 3)):
+        for zero in fixed_or(fixed, "zero", estimator.zero_levels(choice)):
             yield replace(choice, zero=zero)
     less = {True: ("dots", False), "dots": (False,)}.get(choice.remat, ())
     for remat in fixed_or(fixed, "remat", less):

@@ -53,8 +53,6 @@ class AtRest:
         self.trained_outer = trained_indices(frozen[OUTER])
         self._packed = packed
         self._trained = only_trained(frozen)
-        # Of params that are trained.
-        self.trained_bytes = local_bytes(only_trained(shape.frozen(self.params)))
 
     @cached_property
     def bytes(self) -> dict[str, int]:
@@ -76,6 +74,18 @@ class AtRest:
         specs = jax.tree.leaves(self.step.replica_grads, is_leaf=is_spec)
         pairs = zip(self.step.zero.of_grads, specs, strict=True)
         return [shard.at_rest(spec) for shard, spec in pairs]
+
+    @property
+    def updated_bytes(self) -> int:
+        """The bytes of the trained params that one device updates, which are sharded as their gradients."""
+        return num_bytes(self.grads)
+
+    @property
+    def shards_nothing(self) -> bool:
+        """Whether ZeRO shards neither optimizer state, gradients nor params: its devices divide no free dim of them."""
+        zero = self.step.zero
+        params = [shard for shard in zero.of_params if shard.is_param]
+        return not any(shard.is_sharded for shard in [*zero.of_grads, *params])
 
     @cached_property
     def local_grads(self) -> Shapes:

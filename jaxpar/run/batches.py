@@ -29,6 +29,7 @@ def check_microbatches(
     *,
     unit: str = "row",
     of: str = "",
+    keeps_mesh: bool = False,
 ) -> int:
     """Returns the number of microbatches; raises where a step has too few rows for them.
 
@@ -39,6 +40,7 @@ def check_microbatches(
         mesh: The run's mesh, or what has its ``shape``.
         unit: Name of a row, for messages.
         of: What the rows consist of, for messages.
+        keeps_mesh: Whether the mesh is that of a job, which has as many devices, so that no message advises another one.
     """
     batch_size: int = getattr(flags.common, "batch_size")  # noqa: B009, of the script's own flags
     replica, data, stage = mesh.shape.get("replica", 1), mesh.shape["data"], mesh.shape["stage"]
@@ -54,8 +56,11 @@ def check_microbatches(
         )
     is_possible = 1 <= batch_size <= num_rows
     given = f"{flags_of_mesh}, {count} microbatches, --batch-size {batch_size}"
-    if is_possible and batch_size < parts and not flags.may_change("batch_size"):
+    may_change = flags.may_change("batch_size")
+    if is_possible and batch_size < parts and not may_change:
         given, remedy = f"{given} of the run to resume", that_fit(batch_size, count, batch_size)
+        if keeps_mesh:
+            remedy = _on_this_mesh(batch_size, count, replica * data, may_change=False)
     elif parts > num_rows:
         given = f"{given}, {num_rows} {unit}s to learn from{of}"
         remedy = f"{that_fit(batch_size, count, num_rows)}, or give more {unit}s: {parts} or more"
@@ -65,6 +70,8 @@ def check_microbatches(
             f"--batch-size must be from 1 to the number of {unit}s to learn from; got {batch_size}, {num_rows} {unit}s{of}. "
             f"Choose such as {usual if usual <= num_rows else parts}."
         )
+    elif batch_size < parts and keeps_mesh:
+        remedy = _on_this_mesh(batch_size, count, replica * data, may_change=True)
     elif batch_size < parts:
         remedy = f"--batch-size {parts} or more, or {that_fit(batch_size, count, batch_size)}"
     else:
@@ -90,6 +97,15 @@ def _that_fit(batch_size: int, count: int, num_rows: int, *, replica: int, data:
     if not replicas * each <= batch_size <= num_rows:
         flags.append(f"--batch-size {replicas * each}")
     return " ".join(flags)
+
+
+def _on_this_mesh(batch_size: int, count: int, replicas: int, *, may_change: bool) -> str:
+    """Returns the flags to change, other than the mesh, for a step that has a row for each microbatch of each replica."""
+    larger = f"--batch-size {replicas * count} or more"
+    if batch_size < replicas:
+        return larger if may_change else f"{larger} with --allow-change batch_size"
+    fewer = f"--num-microbatches {batch_size // replicas}"
+    return f"{larger}, or {fewer}" if may_change else fewer
 
 
 def in_rows(flags: Flags, mesh: Any) -> Flags:
