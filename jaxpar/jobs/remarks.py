@@ -7,7 +7,6 @@ from typing import Any
 from jaxpar.jobs.agreement import SCRAPED, SCRAPED_PORT, TEMPORARY, mesh_in, paths_in
 from jaxpar.jobs.job import (
     CHECKPOINTS,
-    GPUS,
     INITS,
     LAUNCHERS,
     ROOT,
@@ -17,6 +16,7 @@ from jaxpar.jobs.job import (
 )
 from jaxpar.jobs.manifests import PARTS
 from jaxpar.jobs.pods import BIND_VARIABLE, REFERENCE
+from jaxpar.jobs.resource_remarks import hidden_devices, resource_remarks
 from jaxpar.jobs.restarts import restart_remarks
 from jaxpar.jobs.selectors import monitor_remarks
 from jaxpar.jobs.serving_remarks import service_remarks, serving_remarks
@@ -24,10 +24,8 @@ from jaxpar.jobs.shells import shell_remarks
 from jaxpar.jobs.workload import (
     FAKE_DEVICES,
     NODE,
-    SHARED_MEMORY,
     USUAL_GRACE,
     Workload,
-    amount,
     workloads,
 )
 from jaxpar.runtime.exit_codes import ExitCode
@@ -35,7 +33,6 @@ from jaxpar.runtime.process_env import TIMEOUT_VARIABLE, TOKEN_VARIABLE
 from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE
 
 INPUTS = ("--init-from", "--tokenizer", "--data")
-LOCKS = "IPC_LOCK"
 UNTOLD = {  # what follows without a variable
     TOKEN_VARIABLE: "any program that reaches process 0 may join the run",
     TIMEOUT_VARIABLE: "processes wait 300 s for one another, with the time to pull the image",
@@ -60,9 +57,6 @@ OF_EACH_POD = (
 NUMBERS = ("completion-index", "pod-index")
 NO_PATHS = ("recall",)  # a task for --data
 RUNTIME = PARTS["TrainJob"]["spec"]["runtimeRef"]["name"]
-PLATFORMS = "JAX_PLATFORMS"
-OF_GPUS = ("cuda", "gpu")  # in JAX_PLATFORMS
-HIDING = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 
 
 def remarks(manifest: Mapping[str, Any]) -> list[str]:
@@ -126,7 +120,7 @@ def _of(pods: Workload) -> Iterator[str]:
     yield from shell_remarks(pods)
     if pods.kind == "Deployment":
         yield from _deaf_to_signals(pods)
-        yield from _hidden_devices(pods)
+        yield from hidden_devices(pods)
         return
     yield from _of_recipe(pods) if pods.recipe is not None else _unheld_paths(pods)
     yield from _told_less(pods)
@@ -136,14 +130,8 @@ def _of(pods: Workload) -> Iterator[str]:
     yield from _time_of_hook(pods)
     yield from _deaf_to_signals(pods)
     yield from _unknown_number(pods)
-    yield from _no_devices(pods)
-    yield from _hidden_devices(pods)
-    yield from _slowed(pods)
     yield from _endless(pods)
-    yield from _no_shared_memory(pods)
-    yield from _slow_network(pods)
-    yield from _unused_network(pods)
-    yield from _locked_memory(pods)
+    yield from resource_remarks(pods)
     yield from _unmet_placement(pods)
     yield from _no_gang(pods)
 
@@ -271,7 +259,7 @@ def _may_not_write(pods: Workload) -> Iterator[str]:
 
 def _no_room_to_write(pods: Workload) -> Iterator[str]:
     """Yields a line if pods may write nowhere but in volumes, of which none is for temporary files."""
-    places = {str(path) for path in _mounted_at(pods)}
+    places = {str(path) for path in pods.mounted_at}
     if pods.security.get("readOnlyRootFilesystem") and TEMPORARY not in places:
         yield (
             f"{pods.path} has readOnlyRootFilesystem and no volume at {TEMPORARY}, where Python and JAX write temporary files. "
@@ -312,25 +300,6 @@ def _deaf_to_signals(pods: Workload) -> Iterator[str]:
             f"{pods.path} has no shareProcessNamespace: a pod that is drained while it starts, or waits for others, does not "
             "hear SIGTERM, and uses up its grace period. Write true"
         )
-
-
-def _no_shared_memory(pods: Workload) -> Iterator[str]:
-    """Yields a line if the GPUs of a pod have the shared memory of the container runtime alone."""
-    each = pods.devices
-    if (
-        each is not None
-        and each[1] == GPUS
-        and each[0] > 1
-        and SHARED_MEMORY not in _mounted_at(pods)
-    ):
-        yield (
-            f"{pods.path} has nothing at {SHARED_MEMORY}: NCCL needs more than the usual 64 MiB there for {each[0]} GPUs. "
-            "Mount an emptyDir whose medium is Memory"
-        )
-
-
-def _mounted_at(pods: Workload) -> set[PurePosixPath]:
-    return {PurePosixPath(mount["mountPath"]) for mount in pods.mounts}
 
 
 def _no_gang(pods: Workload) -> Iterator[str]:
@@ -473,51 +442,6 @@ def _unheld_paths(pods: Workload) -> Iterator[str]:
         )
 
 
-def _no_devices(pods: Workload) -> Iterator[str]:
-    """Yields a line if pods get no GPUs, as far as the manifest tells."""
-    if pods.devices is None:
-        yield f"{pods.path} requests no {GPUS}: pods get no GPUs, unless by another resource"
-
-
-def _hidden_devices(pods: Workload) -> Iterator[str]:
-    """Yields a line for each variable that keeps the program from the GPUs of its pod."""
-    each = pods.devices
-    if each is None or each[1] != GPUS or each[0] == 0:
-        return
-    yield from unused_gpus(pods.path, pods.variables, f"{each[0]} GPUs a pod")
-    for name in HIDING:
-        if (value := pods.variables.get(name)) not in (None, "all"):
-            yield (
-                f"{pods.path} has {name}={value}, and the device plugin says which of the {each[0]} GPUs a pod sees: the "
-                "program may not find its devices. Leave the variable out"
-            )
-
-
-def unused_gpus(place: str, variables: Mapping[str, str], gpus: str) -> Iterator[str]:
-    """Yields a line if variables keep JAX from GPUs.
-
-    Args:
-        place: What has the variables.
-        variables: The variables.
-        gpus: How many GPUs there are, as in "8 GPUs a pod".
-    """
-    platforms = variables.get(PLATFORMS)
-    if platforms and not any(name in platforms.split(",") for name in OF_GPUS):
-        yield (
-            f"{place} has {PLATFORMS}={platforms} and {gpus}: the program does not use them. Leave the variable out"
-        )
-
-
-def _slowed(pods: Workload) -> Iterator[str]:
-    """Yields a line if the kernel holds a process to a number of CPU cores."""
-    if limit := pods.limits.get("cpu"):
-        yield (
-            f"{pods.path} has a limit of {limit} CPU cores: once they are used up the kernel stops the process for the rest of "
-            "each tenth of a second, unless its node reserves cores for it (the static policy of the CPU manager), and all "
-            "others wait for it. Leave the limit out, and request the cores"
-        )
-
-
 def _endless(pods: Workload) -> Iterator[str]:
     """Yields a line if a pod has containers that may not end with the run."""
     others = [name for name in pods.containers if name != "train"]
@@ -525,50 +449,6 @@ def _endless(pods: Workload) -> Iterator[str]:
         yield (
             f"{pods.path} has the container {others[0]} beside the run: the pod ends when all containers do, and the job waits "
             "for it. Make it an init container with restartPolicy Always"
-        )
-
-
-def _slow_network(pods: Workload) -> Iterator[str]:
-    """Yields a line if pods may communicate by TCP where the cluster has something faster."""
-    if (pods.num_pods or 1) > 1 and not _networks(pods) and FAKE_DEVICES not in pods.variables:
-        yield (
-            f"{pods.num_pods} nodes and no --rdma: NCCL uses TCP between pods. If the nodes have InfiniBand or RoCE, give the "
-            "resource that the cluster's device plugin offers, such as --rdma rdma/ib=8"
-        )
-
-
-def _networks(pods: Workload) -> list[str]:
-    """Returns the resources of device plugins beside the GPUs, of which a pod gets some."""
-    given = {**pods.requests, **pods.limits}
-    others = [name for name in given if "/" in name and name != GPUS]
-    return [name for name in others if amount(given[name], name) > 0]
-
-
-def _unused_network(pods: Workload) -> Iterator[str]:
-    """Yields a line if pods of a rehearsal wait for nodes with a network that they do not use."""
-    if FAKE_DEVICES in pods.variables and _networks(pods):
-        yield (
-            f"fake devices communicate by TCP, and {_networks(pods)[0]} is requested: pods wait for nodes that have it. Leave "
-            "it out"
-        )
-
-
-def _locked_memory(pods: Workload) -> Iterator[str]:
-    """Yields a line if pods may not lock the memory that RDMA needs."""
-    rdma = _networks(pods)
-    if rdma and pods.user not in (None, ROOT):
-        yield (
-            f"{rdma[0]} and --run-as-user {pods.user}: only root gets IPC_LOCK, the right to lock memory. RDMA works if the "
-            "nodes' container runtime sets no limit to locked memory (ulimit -l unlimited); else leave --run-as-user out"
-        )
-    elif (
-        rdma
-        and pods.user == ROOT
-        and LOCKS not in pods.security.get("capabilities", {}).get("add", [])
-    ):
-        yield (
-            f"{rdma[0]} and no {LOCKS}: without this right RDMA may not lock memory, unless the nodes' container runtime sets "
-            "no limit (ulimit -l unlimited). Add it to the capabilities of the container"
         )
 
 

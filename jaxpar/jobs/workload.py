@@ -163,6 +163,11 @@ class Workload:
         return None if each is None or self.num_pods is None else each[0] * self.num_pods
 
     @property
+    def mounted_at(self) -> set[PurePosixPath]:
+        """The paths at which volumes are mounted, shared memory too."""
+        return {PurePosixPath(mount["mountPath"]) for mount in self.mounts}
+
+    @property
     def folders(self) -> dict[PurePosixPath, Mapping[str, Any]]:
         """The mounts of volumes that hold files, by their paths; shared memory holds none."""
         found = {PurePosixPath(mount["mountPath"]): mount for mount in self.mounts}
