@@ -16,7 +16,7 @@ from jaxpar.jobs.job import (
 )
 from jaxpar.jobs.manifests import PARTS
 from jaxpar.jobs.pods import BIND_VARIABLE, REFERENCE
-from jaxpar.jobs.resource_remarks import hidden_devices, resource_remarks
+from jaxpar.jobs.resource_remarks import hidden_devices, resource_remarks, unless_of_runtime
 from jaxpar.jobs.restarts import restart_remarks
 from jaxpar.jobs.selectors import monitor_remarks
 from jaxpar.jobs.serving_remarks import service_remarks, serving_remarks
@@ -236,16 +236,12 @@ def _told_less(pods: Workload) -> Iterator[str]:
         return
     of_runtime = {BIND_VARIABLE} if pods.is_of_runtime else set()
     for name in (name for name in UNTOLD if name not in pods.told | of_runtime):
-        yield f"{pods.path} has no {name}{_unless(pods)}: {UNTOLD[name]}. Write it as `manifest` does"
+        yield f"{pods.path} has no {name}{unless_of_runtime(pods)}: {UNTOLD[name]}. Write it as `manifest` does"
     if (field := pods.fields.get(TOKEN_VARIABLE)) in OF_EACH_POD:
         yield (
             f"{TOKEN_VARIABLE} of {pods.path} is {field}, another of each pod: process 0 refuses the others, and the run does "
             "not start. Write it as `manifest` does"
         )
-
-
-def _unless(pods: Workload) -> str:
-    return ", unless the runtime sets it" if pods.is_of_runtime else ""
 
 
 def _may_not_write(pods: Workload) -> Iterator[str]:
@@ -272,7 +268,7 @@ def _no_time_to_save(pods: Workload) -> Iterator[str]:
     stated = pods.grace_seconds
     grace = USUAL_GRACE if stated is None else stated
     if grace <= USUAL_GRACE:
-        unless = _unless(pods) if stated is None else ""
+        unless = unless_of_runtime(pods) if stated is None else ""
         yield (
             f"terminationGracePeriodSeconds of {pods.path} is {grace}{unless}: a drained pod has no longer to save. Write "
             "twice the seconds of a save, and 30 more"

@@ -110,7 +110,14 @@ def _unused_network(pods: Workload) -> Iterator[str]:
 def _locked_memory(pods: Workload) -> Iterator[str]:
     """Yields a line if pods may not lock the memory that RDMA needs."""
     rdma = _networks(pods)
-    if rdma and pods.user not in (None, ROOT):
+    rights = pods.security.get("capabilities", {}).get("add", [])
+    if rdma and pods.user is None:
+        yield (
+            f"{rdma[0]} and no runAsUser{unless_of_runtime(pods)}: the image says which user it is, and only root gets "
+            f"{LOCKS}, the right to lock memory. If the image has another user, RDMA works only if the nodes' container "
+            "runtime sets no limit to locked memory (ulimit -l unlimited). Write runAsUser: 0 in the securityContext of the pod"
+        )
+    elif rdma and pods.user != ROOT:
         yield (
             f"{rdma[0]} and --run-as-user {pods.user}: only root gets IPC_LOCK, the right to lock memory. RDMA works if the "
             "nodes' container runtime sets no limit to locked memory (ulimit -l unlimited); else leave --run-as-user out"
@@ -118,9 +125,15 @@ def _locked_memory(pods: Workload) -> Iterator[str]:
     elif (
         rdma
         and pods.user == ROOT
-        and LOCKS not in pods.security.get("capabilities", {}).get("add", [])
+        and not pods.security.get("privileged")
+        and not {LOCKS, "ALL"}.intersection(rights)
     ):
         yield (
             f"{rdma[0]} and no {LOCKS}: without this right RDMA may not lock memory, unless the nodes' container runtime sets "
             "no limit (ulimit -l unlimited). Add it to the capabilities of the container"
         )
+
+
+def unless_of_runtime(pods: Workload) -> str:
+    """Returns what follows the name of a field that pods do not have: the runtime of a TrainJob may have it."""
+    return ", unless the runtime sets it" if pods.is_of_runtime else ""
