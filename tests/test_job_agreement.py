@@ -419,6 +419,18 @@ def test_pods_without_gpus_or_a_command_are_told_or_taken():
         ("jobset", "pod securityContext", None, "rdma/ib and no runAsUser: the image says which user it is, and only root ge"),
         ("trainjob", "pod securityContext", None, "rdma/ib and no runAsUser, unless the runtime sets it: the image says whi"),
         ("jobset", "main securityContext", {"privileged": True}, ""),
+        ("jobset", f"{REQUESTS} cpu", "96m", "spec.replicatedJobs.0 requests 96m CPU, 0.096 of a core, for 8 GPUs a pod: wher"),
+        ("jobset", "job activeDeadlineSeconds", 5400,
+         "activeDeadlineSeconds of spec.replicatedJobs.0 is 5400: a run that takes longer is ended 1.5 h after its start, whi"),
+        ("jobset", "pod activeDeadlineSeconds", 5400, "activeDeadlineSeconds of the pods of spec.replicatedJobs.0 is 5400: a"),
+        ("trainjob", "spec activeDeadlineSeconds", 5400, "activeDeadlineSeconds of spec is 5400: a run that takes longer is e"),
+        ("jobset", "main command +", "--token-cache=/tokens",
+         "the command has --token-cache /tokens, which no claim holds: each start makes the tokens again, unless the image ha"),
+        ("jobset", "main command +", "--token-cache=/checkpoints/tokens", ""),
+        *(("jobset", "main resources", {of: {GPU: 8, name: 8} for of in ("limits", "requests")},
+           "2 nodes and no --rdma: NCCL uses TCP between pods")
+          for name in ("amd.com/gpu", "nvidia.com/mig-1g.10gb", "habana.ai/gaudi")),
+        ("jobset", "main resources", {of: {GPU: 8, "nvidia.com/rdma_a": 8} for of in ("limits", "requests")}, ""),
     ],
 )  # fmt: skip
 def test_what_an_edit_takes_from_a_run_is_told(kind, place, value, line):
@@ -429,6 +441,31 @@ def test_what_an_edit_takes_from_a_run_is_told(kind, place, value, line):
     said = remarks(job)
     assert len(said) == bool(line)
     assert all(each.startswith(line) for each in said)
+
+
+def test_a_folder_of_results_is_looked_for_from_the_working_dir():
+    (job,) = documents("jobset")
+    edit(job, "jobset", "main command --out-dir", "gpt")
+    (lost,) = remarks(job)
+    assert lost.startswith("the command has --out-dir gpt and the claim is mounted at")
+    edit(job, "jobset", "main workingDir", "/checkpoints")
+    edit(job, "jobset", "main command 2", "/jaxpar/recipes/gpt.py")
+    check_manifests([job])
+    assert not remarks(job)
+    edit(job, "jobset", "main volumeMounts checkpoints readOnly", True)
+    with pytest.raises(ValueError, match="must be writable; got gpt in a volume with readOnly"):
+        check_manifests([job])
+
+
+def test_a_recipe_that_is_looked_for_in_a_volume_is_told():
+    (job,) = documents("jobset")
+    edit(job, "jobset", "main workingDir", "/jaxpar")
+    assert not remarks(job)
+    edit(job, "jobset", "main workingDir", "/checkpoints/code")
+    (moved,) = remarks(job)
+    assert moved.startswith(
+        "spec.replicatedJobs.0 has workingDir /checkpoints/code, in a volume, and the command names recipes/gpt.py"
+    )
 
 
 def test_a_part_of_a_volume_for_each_pod_is_told_with_what_to_write_in_its_place():

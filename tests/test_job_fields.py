@@ -344,6 +344,6 @@ def test_what_clusters_need_beside_it_is_taken():
     main["env"] += VARIABLES
     for of in main["resources"].values():
         of |= {"ephemeral-storage": "1.5e10", "hugepages-2Mi": "1Gi"}
-    main["resources"]["requests"]["cpu"] = "500m"
+    main["resources"]["requests"]["cpu"] = "8500m"
     check_manifest(job, json.loads((SCHEMAS[0]).read_text()))
     assert not remarks(job)

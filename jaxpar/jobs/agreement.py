@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any
 
-from jaxpar.jobs.job import AXES, CHECKPOINTS, LEAST_PORT, ROOT
+from jaxpar.jobs.job import AXES, CHECKPOINTS, LEAST_PORT, ROOT, is_accelerator
 from jaxpar.jobs.manifests import PARTS
 from jaxpar.jobs.workload import FAKE_DEVICES, USUAL_GRACE, Workload, amount, fills, whole
 from jaxpar.runtime.output import printable
@@ -112,7 +112,7 @@ def _check_resources(pods: Workload) -> None:
 def _check_devices(pods: Workload) -> None:
     if FAKE_DEVICES not in pods.variables:
         return
-    gpus = sorted(name for name in {**pods.requests, **pods.limits} if name.endswith("/gpu"))
+    gpus = sorted(filter(is_accelerator, {**pods.requests, **pods.limits}))
     if gpus:
         raise ValueError(
             f"pods have GPUs or fake devices; got {gpus[0]} and {FAKE_DEVICES} in {pods.path}. Leave one out."

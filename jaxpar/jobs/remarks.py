@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
+from posixpath import normpath
 from typing import Any
 
 from jaxpar.jobs.agreement import SCRAPED, SCRAPED_PORT, TEMPORARY, mesh_in, paths_in
@@ -44,6 +45,10 @@ NOT_KEPT = {  # volumes that are no place for results, and why
     "ephemeral": OF_POD,
     "hostPath": "is a folder of a node: a pod on another node has another, unless all nodes mount one file system there",
 }
+UNHELD = {  # further folders that a recipe writes: what follows if no claim holds one, and how its name may end
+    "--save-hf": ("the model is lost with the pods", "model"),
+    "--token-cache": ("each start makes the tokens again, unless the image has them", "tokens"),
+}
 UNANSWERED = {  # what follows where a probe asks a run, of which process 0 alone answers, and only once it trains
     "startupProbe": "pods are ended while they start",
     "livenessProbe": "pods are ended while they start, and all but that of process 0 later",
@@ -56,6 +61,7 @@ OF_EACH_POD = (
 )
 NUMBERS = ("completion-index", "pod-index")
 NO_PATHS = ("recall",)  # a task for --data
+OF_JAXPAR = "recipes/"  # the folder of its repository with scripts and data
 RUNTIME = PARTS["TrainJob"]["spec"]["runtimeRef"]["name"]
 
 
@@ -160,6 +166,7 @@ def _of_recipe(pods: Workload) -> Iterator[str]:
     if pods.variables.get(RESUME_VARIABLE) == RESUME_IF_ANY:
         yield from beside_resume(pods.words)
     yield from _unheld_inputs(pods)
+    yield from _looked_for_elsewhere(pods)
     yield from _unscraped(pods)
     yield from _unanswered(pods)
 
@@ -347,12 +354,13 @@ def _lost_results(pods: Workload) -> Iterator[str]:
             f"--out-dir {folder} is in the volume {volume['name']}, whose {kind} {NOT_KEPT[kind]}. Name a claim that all pods "
             "can write to, as --checkpoint-claim does"
         )
-    model = pods.flag("--save-hf")
-    if model is not None and pods.folder_of(model) is None:
-        yield (
-            f"the command has --save-hf {model}, which no claim holds: the model is lost with the pods. Give it a folder "
-            f"there, such as --save-hf {place}-model"
-        )
+    for flag, (what_follows, name) in UNHELD.items():
+        path = pods.flag(flag)
+        if path is not None and pods.folder_of(path) is None:
+            yield (
+                f"the command has {flag} {path}, which no claim holds: {what_follows}. Give it a folder there, such as "
+                f"{flag} {place}-{name}"
+            )
     yield from _folders_apart(pods)
     yield from unsaved(pods.words)
 
@@ -418,13 +426,24 @@ def _number(text: str | None) -> int:
 def _unheld_inputs(pods: Workload) -> Iterator[str]:
     """Yields a line if a recipe reads files or folders that are in no volume, and not among those of jaxpar."""
     given = [(flag, path) for flag in INPUTS for path in flag_values(pods.words, flag)]
-    is_there = lambda path: path in NO_PATHS or path.startswith("recipes/") or pods.folder_of(path)
+    is_there = lambda path: path in NO_PATHS or path.startswith(OF_JAXPAR) or pods.folder_of(path)
     if without := [(flag, path) for flag, path in given if not is_there(path)]:
         named = ", ".join(f"{flag} {path}" for flag, path in without)
         place = f"{CHECKPOINTS}/{PurePosixPath(without[0][1]).name}"
         yield (
             f"the recipe reads {named}, which no claim holds: it must be in the image. "
             f"If it is on a volume, name its claim, and give the path there: {without[0][0]} {place}"
+        )
+
+
+def _looked_for_elsewhere(pods: Workload) -> Iterator[str]:
+    """Yields a line if the command names files of jaxpar, which are in the image, by paths that lead into a volume."""
+    named = [word for word in pods.words if normpath(word).startswith(OF_JAXPAR)]
+    is_moved = pods.working_dir and pods.folder_of(pods.working_dir) is not None
+    if named and is_moved:
+        yield (
+            f"{pods.path} has workingDir {pods.working_dir}, in a volume, and the command names {named[0]}, which is looked "
+            "for there and not in the image. Give its whole path in the image, or leave workingDir out"
         )
 
 

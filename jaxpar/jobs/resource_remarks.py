@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from jaxpar.jobs.job import GPUS, ROOT
+from jaxpar.jobs.job import GPUS, ROOT, is_accelerator
 from jaxpar.jobs.workload import FAKE_DEVICES, SHARED_MEMORY, Workload, amount
 
 LOCKS = "IPC_LOCK"
@@ -15,6 +15,7 @@ def resource_remarks(pods: Workload) -> Iterator[str]:
     """Yields a line for each way in which pods lack, or hide from their program, what it needs of their nodes."""
     yield from _no_devices(pods)
     yield from hidden_devices(pods)
+    yield from _few_cores(pods)
     yield from _slowed(pods)
     yield from _no_shared_memory(pods)
     yield from _slow_network(pods)
@@ -57,6 +58,19 @@ def unused_gpus(place: str, variables: Mapping[str, str], gpus: str) -> Iterator
         )
 
 
+def _few_cores(pods: Workload) -> Iterator[str]:
+    """Yields a line if pods with GPUs are guaranteed less than a CPU core, as by 96m in place of 96."""
+    each, cores = pods.devices, {**pods.limits, **pods.requests}.get("cpu")
+    if each is None or each[1] != GPUS or each[0] == 0 or cores is None:
+        return
+    number = amount(cores, "cpu")
+    if number < 1:
+        yield (
+            f"{pods.path} requests {cores} CPU, {number:.3g} of a core, for {each[0]} GPUs a pod: where its node is busy it "
+            "gets no more. Write a number of cores without m, such as 96"
+        )
+
+
 def _slowed(pods: Workload) -> Iterator[str]:
     """Yields a line if the kernel holds a process to a number of CPU cores."""
     if limit := pods.limits.get("cpu"):
@@ -92,9 +106,9 @@ def _slow_network(pods: Workload) -> Iterator[str]:
 
 
 def _networks(pods: Workload) -> list[str]:
-    """Returns the resources of device plugins beside the GPUs, of which a pod gets some."""
+    """Returns the resources of device plugins beside GPUs of any kind, of which a pod gets some."""
     given = {**pods.requests, **pods.limits}
-    others = [name for name in given if "/" in name and name != GPUS]
+    others = [name for name in given if "/" in name and not is_accelerator(name)]
     return [name for name in others if amount(given[name], name) > 0]
 
 
