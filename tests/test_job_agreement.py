@@ -443,6 +443,18 @@ def test_what_an_edit_takes_from_a_run_is_told(kind, place, value, line):
     assert all(each.startswith(line) for each in said)
 
 
+def test_pods_with_rdma_whose_user_is_left_to_the_image_are_told_what_to_write():
+    (job,) = documents("jobset")
+    edit(job, "jobset", "pod securityContext", {"runAsNonRoot": True})
+    check_manifests([job])
+    (line,) = remarks(job)
+    remedy = "Write runAsUser: 0 in the securityContext of the pod, and leave runAsNonRoot out"
+    assert line.endswith(remedy)
+    edit(job, "jobset", "pod securityContext", {"runAsUser": 0})
+    check_manifests([job])
+    assert not remarks(job)
+
+
 def test_a_folder_of_results_is_looked_for_from_the_working_dir():
     (job,) = documents("jobset")
     edit(job, "jobset", "main command --out-dir", "gpt")

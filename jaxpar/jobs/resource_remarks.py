@@ -126,10 +126,12 @@ def _locked_memory(pods: Workload) -> Iterator[str]:
     rdma = _networks(pods)
     rights = pods.security.get("capabilities", {}).get("add", [])
     if rdma and pods.user is None:
+        and_else = ", and leave runAsNonRoot out" if pods.security.get("runAsNonRoot") else ""
         yield (
             f"{rdma[0]} and no runAsUser{unless_of_runtime(pods)}: the image says which user it is, and only root gets "
             f"{LOCKS}, the right to lock memory. If the image has another user, RDMA works only if the nodes' container "
             "runtime sets no limit to locked memory (ulimit -l unlimited). Write runAsUser: 0 in the securityContext of the pod"
+            f"{and_else}"
         )
     elif rdma and pods.user != ROOT:
         yield (
