@@ -80,7 +80,7 @@ def test_values_that_clusters_take_are_taken():
         "replica_topology": "kubernetes.io/hostname",
         "gpus_per_node": 1,
         "checkpoint_claim": "bloom-0",
-        "image": "registry.example:5000/a/b_c@sha256:0f",
+        "image": "registry.example:5000/a/b_c@sha256:" + "0f" * 32,
         "partition": "gpu_p13,gpu-h100",
         "account": "abc@v100",
     }

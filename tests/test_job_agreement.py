@@ -1,5 +1,6 @@
 """Manifests that say one thing twice, edited in one of the places: the check finds each, and passes what was written."""
 
+import copy
 import re
 
 import pytest
@@ -167,6 +168,20 @@ def test_what_is_written_agrees_with_itself(kind):
         ("jobset", COORDINATOR, "gpt-nodes-0-0.gpt-nodes.default.svc.cluster.local:6379",
          "JAX_COORDINATOR_ADDRESS must be in the namespace of the pods, lab; got gpt-nodes-0-0.gpt-nodes.default.svc"),
         ("monitor", "spec selector matchLabels jobset.sigs.k8s.io/jobset-name", "b", "must select a job of its file, gpt; g"),
+        ("jobset", "pod hostNetwork", True, "the 2 pods of spec.replicatedJobs.0 must ask the DNS of the cluster, which alon"),
+        ("jobset", "pod dnsPolicy", "Default", "got hostNetwork false and dnsPolicy Default, by which they ask that of thei"),
+        ("jobset", "spec successPolicy", {"operator": "All", "targetReplicatedJobs": ["workers"]},
+         "targetReplicatedJobs of spec.successPolicy must name a job of the file, nodes; got 'workers'. Write one of nodes, o"),
+        ("jobset", "spec failurePolicy rules 0 targetReplicatedJobs", ["workers"], "of spec.failurePolicy.rules.0 must name"),
+        ("jobset", "spec coordinator", {"replicatedJob": "workers"}, "replicatedJob of spec.coordinator must name a job of"),
+        ("jobset", "spec coordinator", {"replicatedJob": "nodes", "podIndex": 2},
+         "podIndex of spec.coordinator must be below 2, the number of pods; got 2. Leave it out for the first."),
+        ("jobset", "spec replicatedJobs 0 dependsOn", [{"name": "nodes", "status": "Ready"}],
+         "dependsOn of spec.replicatedJobs.0 must name a job before it, of which there is none; got 'nodes'. Leave it out."),
+        *((kind, "pod volumes checkpoints", {"name": "checkpoints", source: {}},
+           f"got /checkpoints/gpt in the volume checkpoints, whose {source} is always read-only. Write a persistentVolumeClai")
+          for kind in ("jobset", "trainjob")
+          for source in ("configMap", "secret", "projected", "downwardAPI", "image")),
     ],
 )  # fmt: skip
 def test_what_was_edited_in_one_of_two_places_is_found(kind, place, value, message):
@@ -194,8 +209,66 @@ def test_process_0_may_listen_at_any_address_of_its_pod(address):
     edit(job, "jobset", BOUND, f"{address}:6379")
     check_manifests([job])
     edit(job, "jobset", "pod hostNetwork", True)
+    edit(job, "jobset", "pod dnsPolicy", "ClusterFirstWithHostNet")
     edit(job, "jobset", BOUND, "10.0.0.7:6379")
     check_manifests([job])
+
+
+NAMESERVERS = {"dnsPolicy": "None", "dnsConfig": {"nameservers": ["10.0.0.10"]}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dnsPolicy": "ClusterFirstWithHostNet"},
+        {"dnsPolicy": "ClusterFirstWithHostNet", "hostNetwork": True},
+        NAMESERVERS,
+        {**NAMESERVERS, "hostNetwork": True},
+    ],
+)
+def test_pods_may_find_pod_0_by_the_dns_of_the_cluster_in_any_way(fields):
+    (job,) = documents("jobset")
+    for name, value in fields.items():
+        edit(job, "jobset", f"pod {name}", value)
+    check_manifests([job])
+
+
+def test_a_pod_that_is_alone_may_use_the_network_of_its_node():
+    (job,) = documents("own")
+    edit(job, "own", "pod hostNetwork", True)
+    check_manifests([job])
+
+
+def test_jobs_of_a_file_have_names_of_their_own_and_wait_for_those_before_them():
+    (job,) = documents("jobset")
+    jobs = job["spec"]["replicatedJobs"]
+    jobs.append(copy.deepcopy(jobs[0]))
+    with pytest.raises(ValueError, match=r"must have different names; got 'nodes' twice\. Rename"):
+        check_manifests([job])
+    first, second = jobs
+    second["name"] = "more"
+    second["dependsOn"] = [{"name": "nodes", "status": "Ready"}]
+    for variable in second["template"]["spec"]["template"]["spec"]["containers"][0]["env"]:
+        if variable["name"] == "JAX_COORDINATOR_ADDRESS":
+            variable["value"] = "gpt-more-0-0.gpt-nodes:6379"
+    check_manifests([job])
+    first["dependsOn"] = [{"name": "more", "status": "Ready"}]
+    with pytest.raises(ValueError, match="must name a job before it, of which there is none; got"):
+        check_manifests([job])
+
+
+def test_the_port_of_a_server_takes_tcp():
+    found = [*documents("service")]
+    _, service = found
+    service["spec"]["ports"][0]["protocol"] = "UDP"
+    with pytest.raises(
+        ValueError, match="for HTTP must have the protocol TCP; got UDP for port 80"
+    ):
+        check_manifests(found)
+    del service["spec"]["ports"][0]["protocol"]
+    edit(found[0], "service", "main ports http protocol", "UDP")
+    with pytest.raises(ValueError, match="the port of its pods; got TCP, and UDP for 'http'"):
+        check_manifests(found)
 
 
 def test_a_flag_that_other_parts_depend_on_is_given_once():
@@ -342,6 +415,22 @@ def test_pods_without_gpus_or_a_command_are_told_or_taken():
         ("jobset", "main resources", {"limits": {GPU: 8, "rdma/ib": 0}, "requests": {GPU: 8, "rdma/ib": 0}},
          "2 nodes and no --rdma: NCCL uses TCP between pods"),
         ("trainjob", "main numNodes", None, "spec.trainer has no numNodes: the runtime's number of nodes may not be that of"),
+        ("jobset", "pod securityContext runAsUser", None, "rdma/ib and no runAsUser: the image says which user it is, and on"),
+        ("jobset", "pod securityContext", None, "rdma/ib and no runAsUser: the image says which user it is, and only root ge"),
+        ("trainjob", "pod securityContext", None, "rdma/ib and no runAsUser, unless the runtime sets it: the image says whi"),
+        ("jobset", "main securityContext", {"privileged": True}, ""),
+        ("jobset", f"{REQUESTS} cpu", "96m", "spec.replicatedJobs.0 requests 96m CPU, 0.096 of a core, for 8 GPUs a pod: wher"),
+        ("jobset", "job activeDeadlineSeconds", 5400,
+         "activeDeadlineSeconds of spec.replicatedJobs.0 is 5400: a run that takes longer is ended 1.5 h after its start, whi"),
+        ("jobset", "pod activeDeadlineSeconds", 5400, "activeDeadlineSeconds of the pods of spec.replicatedJobs.0 is 5400: a"),
+        ("trainjob", "spec activeDeadlineSeconds", 5400, "activeDeadlineSeconds of spec is 5400: a run that takes longer is e"),
+        ("jobset", "main command +", "--token-cache=/tokens",
+         "the command has --token-cache /tokens, which no claim holds: each start makes the tokens again, unless the image ha"),
+        ("jobset", "main command +", "--token-cache=/checkpoints/tokens", ""),
+        *(("jobset", "main resources", {of: {GPU: 8, name: 8} for of in ("limits", "requests")},
+           "2 nodes and no --rdma: NCCL uses TCP between pods")
+          for name in ("amd.com/gpu", "nvidia.com/mig-1g.10gb", "habana.ai/gaudi")),
+        ("jobset", "main resources", {of: {GPU: 8, "nvidia.com/rdma_a": 8} for of in ("limits", "requests")}, ""),
     ],
 )  # fmt: skip
 def test_what_an_edit_takes_from_a_run_is_told(kind, place, value, line):
@@ -352,6 +441,43 @@ def test_what_an_edit_takes_from_a_run_is_told(kind, place, value, line):
     said = remarks(job)
     assert len(said) == bool(line)
     assert all(each.startswith(line) for each in said)
+
+
+def test_pods_with_rdma_whose_user_is_left_to_the_image_are_told_what_to_write():
+    (job,) = documents("jobset")
+    edit(job, "jobset", "pod securityContext", {"runAsNonRoot": True})
+    check_manifests([job])
+    (line,) = remarks(job)
+    remedy = "Write runAsUser: 0 in the securityContext of the pod, and leave runAsNonRoot out"
+    assert line.endswith(remedy)
+    edit(job, "jobset", "pod securityContext", {"runAsUser": 0})
+    check_manifests([job])
+    assert not remarks(job)
+
+
+def test_a_folder_of_results_is_looked_for_from_the_working_dir():
+    (job,) = documents("jobset")
+    edit(job, "jobset", "main command --out-dir", "gpt")
+    (lost,) = remarks(job)
+    assert lost.startswith("the command has --out-dir gpt and the claim is mounted at")
+    edit(job, "jobset", "main workingDir", "/checkpoints")
+    edit(job, "jobset", "main command 2", "/jaxpar/recipes/gpt.py")
+    check_manifests([job])
+    assert not remarks(job)
+    edit(job, "jobset", "main volumeMounts checkpoints readOnly", True)
+    with pytest.raises(ValueError, match="must be writable; got gpt in a volume with readOnly"):
+        check_manifests([job])
+
+
+def test_a_recipe_that_is_looked_for_in_a_volume_is_told():
+    (job,) = documents("jobset")
+    edit(job, "jobset", "main workingDir", "/jaxpar")
+    assert not remarks(job)
+    edit(job, "jobset", "main workingDir", "/checkpoints/code")
+    (moved,) = remarks(job)
+    assert moved.startswith(
+        "spec.replicatedJobs.0 has workingDir /checkpoints/code, in a volume, and the command names recipes/gpt.py"
+    )
 
 
 def test_a_part_of_a_volume_for_each_pod_is_told_with_what_to_write_in_its_place():

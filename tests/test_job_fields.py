@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from jaxpar.commands.manifest import read_yaml
-from jaxpar.jobs import check_manifest, remarks
+from jaxpar.jobs import Job, check_manifest, remarks
 from jaxpar.jobs.field_types import REQUIRED, TYPES, check_types, required_of, type_of
 from tests.support.written_manifests import documents, edit
 
 SCHEMAS = sorted((Path(__file__).parent / "data" / "schemas").glob("*.json"))
+SPREAD = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
+DIGEST = "0f" * 32
 FROM_PLACE_TO_PLACE = {
     "status",
     "values",
@@ -133,7 +135,7 @@ def test_each_object_must_have_what_its_schema_requires():
         ("jobset", "metadata labels", {"my team": "a"}, "the name of a field of metadata.labels must be letters, digits, -,"),
         ("service", "main livenessProbe httpGet scheme", "https", "scheme must be HTTP, HTTPS; got 'https'. Did you mean HTT"),
         ("service", "metadata labels", {"team": "a b"}, "metadata.labels.team must be letters, digits, -, _ and ., the firs"),
-        ("jobset", "main image", "registry/a b", "image must be a container image, as in registry/name:tag, at most 253 lon"),
+        ("jobset", "main image", "registry/a b", "image must be a container image, as in registry/name:tag or registry/name"),
         ("jobset", "main name", "Train", "containers.0.name must be lower-case letters, digits and -, at most 63 long; got"),
         ("jobset", "main ports metrics name", "metrics-of-the-run", "one is a letter, at most 15 long; got 'metrics-of-the"),
         ("jobset", "main env JAXPAR_RESUME name", "2B", "env.6.name must be letters, digits, _, - and ., no digit first"),
@@ -146,6 +148,29 @@ def test_each_object_must_have_what_its_schema_requires():
         ("trainjob", "spec runtimeRef kind", "xClusterTrainingRuntime", "got 'xClusterTrainingRuntime'. Did you mean Cluste"),
         ("trainjob", "spec runtimeRef apiGroup", "", "spec.runtimeRef.apiGroup must be trainer.kubeflow.org; got ''. Write"),
         ("jobset", "pod volumes checkpoints persistentVolumeClaim claimName", "My_runs", "claimName must be lower-case lett"),
+        *((kind, place, {"allowPrivilegeEscalation": False, **rights},
+           f"securityContext may not have allowPrivilegeEscalation: false beside {told}, which allows it; got both. Leave")
+          for kind, place in (("jobset", "main securityContext"), ("trainjob", "pod containers node securityContext"))
+          for rights, told in (({"privileged": True}, "privileged: true"),
+                               ({"capabilities": {"add": ["CAP_SYS_ADMIN"]}}, "CAP_SYS_ADMIN in capabilities.add"))),
+        *(("jobset", f"main volumeMounts checkpoints {field}", path, f"{field} must be a path below the volume, without / in")
+          for field in ("subPath", "subPathExpr") for path in ("/gpt", "../gpt", "a/..", "a/../b")),
+        ("jobset", "main volumeMounts checkpoints", {"name": "a", "mountPath": "/a", "subPath": "b", "subPathExpr": "c"},
+         "volumeMounts.1 may have subPath or subPathExpr; got both. Leave one of them out."),
+        ("jobset", "pod initContainers", [{"name": "train", "image": "a:1"}],
+         "must have different names; got 'train' twice. Rename one."),
+        ("service", "pod containers +", {"name": "serve", "image": "a:1"}, "must have different names; got 'serve' twice. Re"),
+        *(("jobset", "pod topologySpreadConstraints", [{name: value for name, value in SPREAD.items() if name != left_out}],
+           f"topologySpreadConstraints.0 must have {left_out}; got none. Write it.") for left_out in SPREAD),
+        *((kind, "main resources" if kind == "service" else f"main resources{'PerNode' * (kind == 'trainjob')}",
+           {of: {"rdma/ib": "0.5"}}, f"{of}.rdma/ib must be a whole number, since a device is not divided; got '0.5'. Write")
+          for kind in ("jobset", "trainjob", "service") for of in ("requests", "limits")),
+        ("jobset", "main resources requests cpu", "96Gi", "requests.cpu must be a number of cores, at most 10000; got '96Gi'"),
+        ("jobset", "main resources limits memory", "800", "limits.memory must be at least 1Mi, since no container starts wit"),
+        ("jobset", "pod dnsPolicy", "None", "spec.template.spec with dnsPolicy None must have nameservers in dnsConfig; got"),
+        ("jobset", "spec replicatedJobs 0 dependsOn", [{"name": "a"}], "dependsOn.0 must have status; got none. Write it."),
+        ("jobset", "spec coordinator", {"podIndex": 0}, "spec.coordinator must have replicatedJob; got none. Write it."),
+        ("jobset", "spec successPolicy", {"operator": "Some"}, "spec.successPolicy.operator must be All, Any; got 'Some'."),
     ],
 )  # fmt: skip
 def test_a_value_that_its_api_refuses_is_named(kind, place, value, message):
@@ -153,6 +178,55 @@ def test_a_value_that_its_api_refuses_is_named(kind, place, value, message):
     edit(manifest, kind, place, value)
     with pytest.raises(ValueError, match=re.escape(message)):
         check_manifest(manifest)
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        "a", "a:1", "registry.example/jaxpar:1", "Registry:5000/a/b__c/d-e.f:v1.0_x", "localhost:5000/a", "a--b", "x/a:A",
+        f"a:1@sha256:{DIGEST}", f"registry.example/a@sha256:{DIGEST}", f"a:{'b' * 128}",
+    ],
+)  # fmt: skip
+def test_an_image_that_a_runtime_can_pull_is_taken(image):
+    (job,) = documents("jobset")
+    edit(job, "jobset", "main image", image)
+    check_manifest(job)
+    assert Job(command=("mine",), data=8, image=image).image == image
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        "registry.example/Jaxpar:1", "Jaxpar:1", "r//j:1", "r/j:", "r/j@sha256:abc", "r/j@", f"r/j@{DIGEST}", "a:1:2", "/a",
+        f"a@sha256:{DIGEST.upper()}", "a/", "a:-1", f"a:{'b' * 129}", "a_", "a..b", "-r/a", "r:x/a", "a___b",
+    ],
+)  # fmt: skip
+def test_an_image_that_no_runtime_can_pull_is_refused(image):
+    (job,) = documents("jobset")
+    edit(job, "jobset", "main image", image)
+    with pytest.raises(
+        ValueError, match="image must be a container image, as in registry/name:tag"
+    ):
+        check_manifest(job)
+    with pytest.raises(
+        ValueError, match="image must be a container image, as in registry/name:tag"
+    ):
+        Job(command=("mine",), data=8, image=image)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("type", "Loadbalancer", "spec.type must be ClusterIP, NodePort, LoadBalancer; got 'Loadbalancer'. Did you mean"),
+        ("type", "ExternalName", "spec.type must be ClusterIP, NodePort, LoadBalancer; got 'ExternalName'."),
+        ("sessionAffinity", "ClientIp", "spec.sessionAffinity must be ClientIP, None; got 'ClientIp'. Did you mean Clien"),
+    ],
+)  # fmt: skip
+def test_a_choice_of_a_service_is_one_of_its_api(name, value, message):
+    _, service = documents("service")
+    service["spec"][name] = value
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_manifest(service)
 
 
 def test_the_port_of_a_service_is_one():
@@ -270,6 +344,6 @@ def test_what_clusters_need_beside_it_is_taken():
     main["env"] += VARIABLES
     for of in main["resources"].values():
         of |= {"ephemeral-storage": "1.5e10", "hugepages-2Mi": "1Gi"}
-    main["resources"]["requests"]["cpu"] = "500m"
+    main["resources"]["requests"]["cpu"] = "8500m"
     check_manifest(job, json.loads((SCHEMAS[0]).read_text()))
     assert not remarks(job)

@@ -911,6 +911,7 @@ def test_files_that_hold_no_manifest_or_several_apis_are_refused(capsys, tmp_pat
             {"rdma": "nvidia.com/gpu=4"},
             "rdma names a resource beside the GPUs; got nvidia.com/gpu=4. Name that of the",
         ),
+        ({"rdma": "amd.com/gpu=8"}, "rdma names a resource beside the GPUs; got amd.com/gpu=8."),
         (
             {"toleration": ("a:Never",)},
             "toleration must be a taint whose effect is NoSchedule, PreferNoSchedule or NoExecute, its name and value at most "
@@ -1081,6 +1082,17 @@ def test_the_settings_without_effect_on_a_service_are_those_that_are_named():
             "not used by --kind jobset: --hours, --service.*",
         ),
         ("jobset", ["--image", "a", "--queue", "a"], ""),
+        *(
+            (
+                kind,
+                [
+                    *("--gpus-per-node", "4", "--fake-devices-per-node", "8"),
+                    *(["--image", "a"] if kind != "sbatch" else []),
+                ],
+                "not used with --fake-devices-per-node: --gpus-per-node",
+            )
+            for kind in ("jobset", "trainjob", "sbatch")
+        ),
     ],
 )
 def test_flags_without_effect_are_named(capsys, kind, flags, line):

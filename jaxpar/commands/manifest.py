@@ -134,7 +134,8 @@ def _print(flags: Flags, command: tuple[str, ...], given: Collection[str]) -> No
         _tell([f"of kind {', '.join(others)} nothing is checked"] if others else [])
         _tell(told)
         return
-    _tell(unused_flags(flags.kind, _settings_of(given)))
+    has_fake = flags.job.fake_devices_per_node > 0
+    _tell(unused_flags(flags.kind, _settings_of(given), has_fake_devices=has_fake))
     # All flags of the job are taken, and checked if the command is there; of a PodMonitor its name and port alone are needed.
     is_job = flags.kind != "service" and (flags.kind != "podmonitor" or command)
     job: Any = make_job(flags, command, given) if is_job else JobSettings(**flags.settings)

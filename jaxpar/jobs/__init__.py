@@ -7,14 +7,15 @@ API's own schema, and by rules that no schema has), `field_types.py` with `field
 `choices.py` (fields that take one of a few values, or a text of a form), `workload.py` (reads the pods of a manifest),
 `pods.py` (what they need to start and to communicate), `agreement.py` (compares what a manifest says twice), `selectors.py`
 (what of a file leads to its pods), `restarts.py` (what follows the end of a pod), `shells.py` (a shell around its program),
-`serving_remarks.py` (what pods that serve lack), `remarks.py` (what else may not be meant), and `flags.py` (those that a
-plan sets, and those that have no effect).
+`serving_remarks.py` (what pods that serve lack), `resource_remarks.py` (what pods have of their nodes), `remarks.py` (what
+else may not be meant), and `flags.py` (those that a plan sets, and those that have no effect).
 """
 
 from jaxpar.jobs.check import check_manifest, check_manifests
 from jaxpar.jobs.job import Job
 from jaxpar.jobs.manifests import to_jobset, to_podmonitor, to_sbatch, to_trainjob
-from jaxpar.jobs.remarks import beside_resume, remarks, trains_nothing, unsaved, unused_gpus
+from jaxpar.jobs.remarks import beside_resume, remarks, trains_nothing, unsaved
+from jaxpar.jobs.resource_remarks import unused_gpus
 from jaxpar.jobs.service import Serving, to_service
 
 __all__ = [

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any
 
-from jaxpar.jobs.job import AXES, CHECKPOINTS, LEAST_PORT, ROOT
+from jaxpar.jobs.job import AXES, CHECKPOINTS, LEAST_PORT, ROOT, is_accelerator
 from jaxpar.jobs.manifests import PARTS
 from jaxpar.jobs.workload import FAKE_DEVICES, USUAL_GRACE, Workload, amount, fills, whole
 from jaxpar.runtime.output import printable
@@ -30,6 +30,14 @@ SCRAPED, SCRAPED_PORT, SCRAPED_PATH = (
 )
 METRICS_PATH = "/metrics"  # of a run and of a server, and Prometheus's own default
 MOST_PORTS = 2**16
+WRITTEN = ("--out-dir", "--save-hf")  # folders of a recipe
+READ_ONLY = (
+    "configMap",
+    "secret",
+    "projected",
+    "downwardAPI",
+    "image",
+)  # volumes, whatever they say
 TEMPORARY = "/tmp"  # where what is written may be lost
 METRICS = (
     "--metrics-port",
@@ -104,7 +112,7 @@ def _check_resources(pods: Workload) -> None:
 def _check_devices(pods: Workload) -> None:
     if FAKE_DEVICES not in pods.variables:
         return
-    gpus = sorted(name for name in {**pods.requests, **pods.limits} if name.endswith("/gpu"))
+    gpus = sorted(filter(is_accelerator, {**pods.requests, **pods.limits}))
     if gpus:
         raise ValueError(
             f"pods have GPUs or fake devices; got {gpus[0]} and {FAKE_DEVICES} in {pods.path}. Leave one out."
@@ -217,12 +225,25 @@ def _check_folders(pods: Workload) -> None:
             raise ValueError(
                 f"{what} of {pods.path} must be in a volume; got {printable(path)}, and {_mounts(pods)}. Make them equal."
             )
-    mount = None if out_dir is None else pods.folder_of(out_dir)
-    sources = () if out_dir is None else pods.volume_of(out_dir).values()
-    parts = [mount, *(each for each in sources if isinstance(each, Mapping))]
-    if mount is not None and any(each.get("readOnly") for each in parts):
+    for flag in WRITTEN if pods.recipe is not None else ():
+        _check_writable(pods, flag)
+
+
+def _check_writable(pods: Workload, flag: str) -> None:
+    """Raises ValueError if what the command of a recipe writes is in a volume to which it cannot write."""
+    path = pods.flag(flag)
+    mount = None if path is None else pods.folder_of(path)
+    if path is None or mount is None:
+        return
+    volume = pods.volume_of(path)
+    parts = [mount, *(each for each in volume.values() if isinstance(each, Mapping))]
+    rule = f"{flag} of {pods.path} must be writable; got {printable(path)} in"
+    if any(each.get("readOnly") for each in parts):
+        raise ValueError(f"{rule} a volume with readOnly. Remove it.")
+    for kind in (each for each in READ_ONLY if each in volume):
         raise ValueError(
-            f"--out-dir of {pods.path} must be writable; got {out_dir} in a volume with readOnly. Remove it."
+            f"{rule} the volume {volume['name']}, whose {kind} is always read-only. Write a persistentVolumeClaim in its "
+            "place, as `manifest --checkpoint-claim` does."
         )
 
 

@@ -28,12 +28,13 @@ from jaxpar.jobs.pods import (
     check_bound,
     check_container_ports,
     check_handlers,
+    check_names_resolve,
     check_network,
     check_pods,
     check_references,
     labels_of,
 )
-from jaxpar.jobs.selectors import NUMBER_LABEL, check_together
+from jaxpar.jobs.selectors import NUMBER_LABEL, check_jobs, check_protocols, check_together
 from jaxpar.jobs.workload import NODE, workloads
 from jaxpar.runtime.output import needing_extra, printable
 from jaxpar.runtime.process_env import NAMES
@@ -316,6 +317,7 @@ def _check_service(manifest: Mapping[str, Any]) -> None:
         raise ValueError(
             "a Service must have a selector and ports; got none. Write it with `manifest --kind service`."
         )
+    check_protocols(spec["ports"])
 
 
 def _check_podmonitor(manifest: Mapping[str, Any]) -> None:
@@ -359,6 +361,7 @@ def _check_jobset(manifest: Mapping[str, Any]) -> None:
             "spec.replicatedJobs of a JobSet must have a job; got none. Write it with `manifest`."
         )
     check_exit_codes(manifest)
+    check_jobs(manifest["spec"])
     name = manifest["metadata"]["name"]
     network = manifest["spec"].get("network", {})
     check_network(network)
@@ -386,6 +389,7 @@ def _check_jobset(manifest: Mapping[str, Any]) -> None:
             _check_environment(told, count, f"{name}-{job['name']}-0-0.{subdomain}", path)
             _check_namespace(told, manifest["metadata"].get("namespace"))
             check_bound(spec["template"]["spec"], container, path)
+            check_names_resolve(spec["template"]["spec"], container, count=count, path=path)
 
 
 def _check_pods_of_job(

@@ -7,12 +7,12 @@ A field is found by its name and the field that it is in, since `operator` means
 those of a job's settings, in `forms.toml`.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from jaxpar.fields import near_name
 from jaxpar.jobs import forms
-from jaxpar.jobs.workload import QUEUE
+from jaxpar.jobs.workload import QUEUE, amount
 from jaxpar.runtime.output import printable
 
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
@@ -40,9 +40,15 @@ CHOICES: Mapping[tuple[str, ...], Collection[str]] = {
     ("runtimeRef", "apiGroup"): ("trainer.kubeflow.org",),
     ("httpGet", "scheme"): ("", "HTTP", "HTTPS"),
     ("strategy", "type"): ("Recreate", "RollingUpdate"),
+    ("spec", "type"): ("", "ClusterIP", "NodePort", "LoadBalancer"),  # of a Service with pods
+    ("successPolicy", "operator"): ("All", "Any"),
+    ("dependsOn", "status"): ("Ready", "Complete"),
     ("emptyDir", "medium"): ("", "Memory", "HugePages", "HugePages-2Mi", "HugePages-1Gi"),
     ("restartPolicy",): ("Always", "OnFailure", "Never"),
     ("imagePullPolicy",): ("Always", "IfNotPresent", "Never"),
+    ("externalTrafficPolicy",): ("Cluster", "Local"),
+    ("internalTrafficPolicy",): ("Cluster", "Local"),
+    ("sessionAffinity",): ("ClientIP", "None"),
     ("dnsPolicy",): ("ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"),
     ("fsGroupChangePolicy",): ("OnRootMismatch", "Always"),
     ("podReplacementPolicy",): ("TerminatingOrFailed", "Failed"),
@@ -53,6 +59,9 @@ CHOICES: Mapping[tuple[str, ...], Collection[str]] = {
     ("terminationMessagePolicy",): ("File", "FallbackToLogsOnError"),
     ("whenUnsatisfiable",): ("DoNotSchedule", "ScheduleAnyway"),
 }
+ADMIN = "CAP_SYS_ADMIN"  # as the API compares it
+MOST_CORES, LEAST_BYTES = 10_000, 2**20
+CONTAINERS = ("containers", "initContainers")
 LABELS = ("labels", "matchLabels", "nodeSelector")
 OF_USERS = ("annotations", *LABELS)  # whose fields have names of one's own
 FORMS: Mapping[tuple[str, ...], str] = {
@@ -67,6 +76,9 @@ FORMS: Mapping[tuple[str, ...], str] = {
     ("initContainers", "image"): "image",
     ("trainer", "image"): "image",
     ("runtimeRef", "name"): "named_host",
+    ("volumes", "image", "reference"): "image",
+    ("volumeMounts", "subPath"): "relative_path",
+    ("volumeMounts", "subPathExpr"): "relative_path",
     ("podMetricsEndpoints", "interval"): "duration",
     ("podMetricsEndpoints", "scrapeTimeout"): "duration",
     ("subdomain",): "label",
@@ -91,8 +103,10 @@ def check_choices(part: Any, path: str = "", around: tuple[str, ...] = ()) -> No
     if around[-1:] in [(name,) for name in OF_USERS]:
         _check_names(part, path, is_label=around[-1] in LABELS)
         return
-    if around[-1:] == ("tolerations",):
-        _check_toleration(part, path)
+    for name in around[-1:]:
+        if name in TOGETHER:
+            TOGETHER[name](part, path)
+    _check_pod(part, path)
     for name, value in part.items():
         at, names = f"{path}.{name}".lstrip("."), (*around, str(name))
         _check_choice(value, at, names)
@@ -151,3 +165,68 @@ def _check_toleration(toleration: Mapping[str, Any], path: str) -> None:
             f"{path} must have the key of a taint; got none, which the operator Exists alone allows. "
             "Name it, such as nvidia.com/gpu."
         )
+
+
+def _check_rights(security: Mapping[str, Any], path: str) -> None:
+    """Raises ValueError if a security context gives rights that it forbids to get."""
+    added = security.get("capabilities", {}).get("add", [])
+    given = ["privileged: true"] if security.get("privileged") else []
+    given += [f"{ADMIN} in capabilities.add"] if ADMIN in added else []
+    if given and security.get("allowPrivilegeEscalation") is False:
+        raise ValueError(
+            f"{path} may not have allowPrivilegeEscalation: false beside {' and '.join(given)}, which allows it; got both. "
+            "Leave allowPrivilegeEscalation out."
+        )
+
+
+def _check_part_of_volume(mount: Mapping[str, Any], path: str) -> None:
+    """Raises ValueError if a mount names two parts of its volume."""
+    if mount.get("subPath") and mount.get("subPathExpr"):
+        raise ValueError(
+            f"{path} may have subPath or subPathExpr; got both. Leave one of them out."
+        )
+
+
+def _check_resources(resources: Mapping[str, Any], path: str) -> None:
+    """Raises ValueError if a resource has an amount that the API refuses, or that no node has or no program can use."""
+    for name, value in resources.items():
+        size, got = amount(value, f"{path}.{name}"), printable(repr(value))[:80]
+        if "/" in name and not size.is_integer():
+            raise ValueError(
+                f"{path}.{name} must be a whole number, since a device is not divided; got {got}. Write such as 8."
+            )
+        if name == "cpu" and size > MOST_CORES:
+            raise ValueError(
+                f"{path}.cpu must be a number of cores, at most {MOST_CORES}; got {got}, {size:.3g}. Write it without a unit, "
+                "such as 96."
+            )
+        if name == "memory" and 0 < size < LEAST_BYTES:
+            raise ValueError(
+                f"{path}.memory must be at least 1Mi, since no container starts with less; got {got}, {size:.3g} bytes. Write "
+                "its unit, such as 800Gi."
+            )
+
+
+def _check_pod(pod: Mapping[str, Any], path: str) -> None:
+    """Raises ValueError if two containers of a pod, initContainers among them, have one name, or it asks no nameserver."""
+    if pod.get("dnsPolicy") == "None" and not pod.get("dnsConfig", {}).get("nameservers"):
+        raise ValueError(
+            f"{path} with dnsPolicy None must have nameservers in dnsConfig; got none. Write dnsPolicy: "
+            "ClusterFirstWithHostNet, or the nameservers."
+        )
+    names = [each["name"] for kind in CONTAINERS for each in pod.get(kind, [])]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"the containers and initContainers of {path} must have different names; got {name!r} twice. Rename one."
+            )
+
+
+# What is checked of the fields of an object, or of each object of a list, together.
+TOGETHER: Mapping[str, Callable[[Mapping[str, Any], str], None]] = {
+    "tolerations": _check_toleration,
+    "securityContext": _check_rights,
+    "volumeMounts": _check_part_of_volume,
+    "requests": _check_resources,
+    "limits": _check_resources,
+}

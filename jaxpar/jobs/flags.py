@@ -69,6 +69,7 @@ _NOT_OF_SERVICE = [
     each.name for each in dataclasses.fields(JobSettings) if each.name not in OF_SERVICE
 ]
 _GROUPS = ("service", "mesh")  # of flags
+OF_DEVICES = ("jobset", "trainjob", "sbatch")  # the kinds that request devices of a node
 # A PodMonitor takes all flags of its job, so that one command line writes both.
 UNUSED = {
     "jobset": (*_SLURM, "service"),
@@ -326,16 +327,20 @@ def _planned(plan: PlannedSettings) -> dict[str, list[str]]:
     return {flag: [str(value) for value in values] for flag, values in flags.items()}
 
 
-def unused_flags(kind: str, given: Collection[str]) -> list[str]:
-    """Returns a line that names the flags without effect on this kind of job, if there are any.
+def unused_flags(kind: str, given: Collection[str], *, has_fake_devices: bool = False) -> list[str]:
+    """Returns a line that names the flags without effect on this kind of job, and one for those without effect on its devices.
 
     Args:
         kind: That of ``manifest --kind``.
         given: The names of the settings that the command gives.
+        has_fake_devices: Whether its nodes have fake devices in place of GPUs.
     """
     names = [
         f"--{name.replace('_', '-')}" + ".*" * (name in _GROUPS)
         for name in UNUSED[kind]
         if name in given
     ]
-    return [f"not used by --kind {kind}: {', '.join(names)}"] if names else []
+    lines = [f"not used by --kind {kind}: {', '.join(names)}"] if names else []
+    if has_fake_devices and kind in OF_DEVICES and "gpus_per_node" in given:
+        lines.append("not used with --fake-devices-per-node: --gpus-per-node")
+    return lines

@@ -23,6 +23,9 @@ AXES = ("replica", "data", "context", "stage", "tensor")
 CHECKPOINTS = "/checkpoints"
 COMPILED = "/compiled"
 GPUS = "nvidia.com/gpu"  # the resource
+ACCELERATORS = re.compile(
+    r"[^/]+/(gpu|gpu\.shared|mig-.+|gaudi|tpu|i915|xe|neuron|neuroncore|neurondevice)"
+)
 ROOT, USER = 0, 1000  # the numbers of users of a pod
 OWN_VARIABLES = (*NAMES, "JAX_COORDINATOR_BIND_ADDRESS", "JAX_COMPILATION_CACHE_DIR", "POD_IP")
 INSTALLED = (
@@ -259,6 +262,15 @@ def is_recipe(command: Sequence[str]) -> bool:
     return bool(command) and (command[0].endswith(".py") or num_words(command, INSTALLED) > 0)
 
 
+def is_accelerator(resource: str) -> bool:
+    """Returns whether a resource of Kubernetes is GPUs, parts of them or others like them, and so no network.
+
+    >>> [is_accelerator(name) for name in ("nvidia.com/mig-1g.10gb", "amd.com/gpu", "rdma/ib")]
+    [True, True, False]
+    """
+    return ACCELERATORS.fullmatch(resource) is not None
+
+
 def is_python(word: str) -> bool:
     """Returns whether a word starts Python: python, python3.12 or /usr/bin/python3."""
     return re.fullmatch(r"python[\d.]*", PurePosixPath(word).name) is not None
@@ -331,7 +343,7 @@ def check_settings(settings: JobSettings) -> None:
             f"{arg('cache_claim')} holds programs that the next start runs, and must not be shared; got {cache} for both "
             "claims. Name another one, or leave it out."
         )
-    if settings.rdma.partition("=")[0] == GPUS:
+    if is_accelerator(settings.rdma.partition("=")[0]):
         raise ValueError(
             f"{arg('rdma')} names a resource beside the GPUs; got {settings.rdma}. Name that of the RDMA plugin; "
             f"{arg('gpus_per_node')} is the number of GPUs."

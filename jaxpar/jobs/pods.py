@@ -13,6 +13,8 @@ _OF_POD = re.compile(
     r"\$\([^()]+\)|\[\$\([^()]+\)\]|0\.0\.0\.0|\[::\]"
 )  # one variable, or all addresses
 BIND_VARIABLE, POD_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS", "status.podIP"
+COORDINATOR = "JAX_COORDINATOR_ADDRESS"
+OF_HOST = "ClusterFirstWithHostNet"  # also right without hostNetwork
 HANDLERS = {  # what a probe, or a hook, does one of
     **dict.fromkeys(PROBES, ("exec", "grpc", "httpGet", "tcpSocket")),
     **dict.fromkeys(("preStop", "postStart"), ("exec", "httpGet", "sleep", "tcpSocket")),
@@ -140,6 +142,30 @@ def check_network(network: Mapping[str, Any]) -> None:
                 f"{name} of spec.network must be true, since pods find pod 0 by its name before any of them is ready; got "
                 "false. Correct it."
             )
+
+
+def check_names_resolve(
+    pod: Mapping[str, Any], container: Mapping[str, Any], *, count: int | None, path: str
+) -> None:
+    """Raises ValueError if several pods would ask other nameservers than the cluster's, which alone know pod 0.
+
+    Args:
+        pod: The spec of the pods.
+        container: One of their containers.
+        count: The number of pods.
+        path: Where they are, for messages.
+    """
+    policy, has_host = pod.get("dnsPolicy", "ClusterFirst"), pod.get("hostNetwork", False)
+    if pod.get("dnsConfig", {}).get("nameservers"):
+        return
+    names = [each["name"] for each in container.get("env", []) if "value" in each]
+    asks_others = policy == "Default" or (policy == "ClusterFirst" and has_host)
+    if (count or 1) > 1 and COORDINATOR in names and asks_others:
+        given = f"hostNetwork {str(has_host).lower()} and dnsPolicy {pod.get('dnsPolicy', 'none')}"
+        raise ValueError(
+            f"the {count} pods of {path} must ask the DNS of the cluster, which alone knows the name of pod 0; got {given}, by "
+            f"which they ask that of their node. Write dnsPolicy: {OF_HOST}."
+        )
 
 
 def check_pods(pods: Workload) -> None:

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
+from posixpath import normpath
 from typing import Any
 
 from jaxpar.jobs.agreement import SCRAPED, SCRAPED_PORT, TEMPORARY, mesh_in, paths_in
 from jaxpar.jobs.job import (
     CHECKPOINTS,
-    GPUS,
     INITS,
     LAUNCHERS,
     ROOT,
@@ -17,6 +17,7 @@ from jaxpar.jobs.job import (
 )
 from jaxpar.jobs.manifests import PARTS
 from jaxpar.jobs.pods import BIND_VARIABLE, REFERENCE
+from jaxpar.jobs.resource_remarks import hidden_devices, resource_remarks, unless_of_runtime
 from jaxpar.jobs.restarts import restart_remarks
 from jaxpar.jobs.selectors import monitor_remarks
 from jaxpar.jobs.serving_remarks import service_remarks, serving_remarks
@@ -24,10 +25,8 @@ from jaxpar.jobs.shells import shell_remarks
 from jaxpar.jobs.workload import (
     FAKE_DEVICES,
     NODE,
-    SHARED_MEMORY,
     USUAL_GRACE,
     Workload,
-    amount,
     workloads,
 )
 from jaxpar.runtime.exit_codes import ExitCode
@@ -35,7 +34,6 @@ from jaxpar.runtime.process_env import TIMEOUT_VARIABLE, TOKEN_VARIABLE
 from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE
 
 INPUTS = ("--init-from", "--tokenizer", "--data")
-LOCKS = "IPC_LOCK"
 UNTOLD = {  # what follows without a variable
     TOKEN_VARIABLE: "any program that reaches process 0 may join the run",
     TIMEOUT_VARIABLE: "processes wait 300 s for one another, with the time to pull the image",
@@ -46,6 +44,10 @@ NOT_KEPT = {  # volumes that are no place for results, and why
     "emptyDir": OF_POD,
     "ephemeral": OF_POD,
     "hostPath": "is a folder of a node: a pod on another node has another, unless all nodes mount one file system there",
+}
+UNHELD = {  # further folders that a recipe writes: what follows if no claim holds one, and how its name may end
+    "--save-hf": ("the model is lost with the pods", "model"),
+    "--token-cache": ("each start makes the tokens again, unless the image has them", "tokens"),
 }
 UNANSWERED = {  # what follows where a probe asks a run, of which process 0 alone answers, and only once it trains
     "startupProbe": "pods are ended while they start",
@@ -59,10 +61,8 @@ OF_EACH_POD = (
 )
 NUMBERS = ("completion-index", "pod-index")
 NO_PATHS = ("recall",)  # a task for --data
+OF_JAXPAR = "recipes/"  # the folder of its repository with scripts and data
 RUNTIME = PARTS["TrainJob"]["spec"]["runtimeRef"]["name"]
-PLATFORMS = "JAX_PLATFORMS"
-OF_GPUS = ("cuda", "gpu")  # in JAX_PLATFORMS
-HIDING = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 
 
 def remarks(manifest: Mapping[str, Any]) -> list[str]:
@@ -126,7 +126,7 @@ def _of(pods: Workload) -> Iterator[str]:
     yield from shell_remarks(pods)
     if pods.kind == "Deployment":
         yield from _deaf_to_signals(pods)
-        yield from _hidden_devices(pods)
+        yield from hidden_devices(pods)
         return
     yield from _of_recipe(pods) if pods.recipe is not None else _unheld_paths(pods)
     yield from _told_less(pods)
@@ -136,14 +136,8 @@ def _of(pods: Workload) -> Iterator[str]:
     yield from _time_of_hook(pods)
     yield from _deaf_to_signals(pods)
     yield from _unknown_number(pods)
-    yield from _no_devices(pods)
-    yield from _hidden_devices(pods)
-    yield from _slowed(pods)
     yield from _endless(pods)
-    yield from _no_shared_memory(pods)
-    yield from _slow_network(pods)
-    yield from _unused_network(pods)
-    yield from _locked_memory(pods)
+    yield from resource_remarks(pods)
     yield from _unmet_placement(pods)
     yield from _no_gang(pods)
 
@@ -172,6 +166,7 @@ def _of_recipe(pods: Workload) -> Iterator[str]:
     if pods.variables.get(RESUME_VARIABLE) == RESUME_IF_ANY:
         yield from beside_resume(pods.words)
     yield from _unheld_inputs(pods)
+    yield from _looked_for_elsewhere(pods)
     yield from _unscraped(pods)
     yield from _unanswered(pods)
 
@@ -248,16 +243,12 @@ def _told_less(pods: Workload) -> Iterator[str]:
         return
     of_runtime = {BIND_VARIABLE} if pods.is_of_runtime else set()
     for name in (name for name in UNTOLD if name not in pods.told | of_runtime):
-        yield f"{pods.path} has no {name}{_unless(pods)}: {UNTOLD[name]}. Write it as `manifest` does"
+        yield f"{pods.path} has no {name}{unless_of_runtime(pods)}: {UNTOLD[name]}. Write it as `manifest` does"
     if (field := pods.fields.get(TOKEN_VARIABLE)) in OF_EACH_POD:
         yield (
             f"{TOKEN_VARIABLE} of {pods.path} is {field}, another of each pod: process 0 refuses the others, and the run does "
             "not start. Write it as `manifest` does"
         )
-
-
-def _unless(pods: Workload) -> str:
-    return ", unless the runtime sets it" if pods.is_of_runtime else ""
 
 
 def _may_not_write(pods: Workload) -> Iterator[str]:
@@ -271,7 +262,7 @@ def _may_not_write(pods: Workload) -> Iterator[str]:
 
 def _no_room_to_write(pods: Workload) -> Iterator[str]:
     """Yields a line if pods may write nowhere but in volumes, of which none is for temporary files."""
-    places = {str(path) for path in _mounted_at(pods)}
+    places = {str(path) for path in pods.mounted_at}
     if pods.security.get("readOnlyRootFilesystem") and TEMPORARY not in places:
         yield (
             f"{pods.path} has readOnlyRootFilesystem and no volume at {TEMPORARY}, where Python and JAX write temporary files. "
@@ -284,7 +275,7 @@ def _no_time_to_save(pods: Workload) -> Iterator[str]:
     stated = pods.grace_seconds
     grace = USUAL_GRACE if stated is None else stated
     if grace <= USUAL_GRACE:
-        unless = _unless(pods) if stated is None else ""
+        unless = unless_of_runtime(pods) if stated is None else ""
         yield (
             f"terminationGracePeriodSeconds of {pods.path} is {grace}{unless}: a drained pod has no longer to save. Write "
             "twice the seconds of a save, and 30 more"
@@ -312,25 +303,6 @@ def _deaf_to_signals(pods: Workload) -> Iterator[str]:
             f"{pods.path} has no shareProcessNamespace: a pod that is drained while it starts, or waits for others, does not "
             "hear SIGTERM, and uses up its grace period. Write true"
         )
-
-
-def _no_shared_memory(pods: Workload) -> Iterator[str]:
-    """Yields a line if the GPUs of a pod have the shared memory of the container runtime alone."""
-    each = pods.devices
-    if (
-        each is not None
-        and each[1] == GPUS
-        and each[0] > 1
-        and SHARED_MEMORY not in _mounted_at(pods)
-    ):
-        yield (
-            f"{pods.path} has nothing at {SHARED_MEMORY}: NCCL needs more than the usual 64 MiB there for {each[0]} GPUs. "
-            "Mount an emptyDir whose medium is Memory"
-        )
-
-
-def _mounted_at(pods: Workload) -> set[PurePosixPath]:
-    return {PurePosixPath(mount["mountPath"]) for mount in pods.mounts}
 
 
 def _no_gang(pods: Workload) -> Iterator[str]:
@@ -382,12 +354,13 @@ def _lost_results(pods: Workload) -> Iterator[str]:
             f"--out-dir {folder} is in the volume {volume['name']}, whose {kind} {NOT_KEPT[kind]}. Name a claim that all pods "
             "can write to, as --checkpoint-claim does"
         )
-    model = pods.flag("--save-hf")
-    if model is not None and pods.folder_of(model) is None:
-        yield (
-            f"the command has --save-hf {model}, which no claim holds: the model is lost with the pods. Give it a folder "
-            f"there, such as --save-hf {place}-model"
-        )
+    for flag, (what_follows, name) in UNHELD.items():
+        path = pods.flag(flag)
+        if path is not None and pods.folder_of(path) is None:
+            yield (
+                f"the command has {flag} {path}, which no claim holds: {what_follows}. Give it a folder there, such as "
+                f"{flag} {place}-{name}"
+            )
     yield from _folders_apart(pods)
     yield from unsaved(pods.words)
 
@@ -453,13 +426,24 @@ def _number(text: str | None) -> int:
 def _unheld_inputs(pods: Workload) -> Iterator[str]:
     """Yields a line if a recipe reads files or folders that are in no volume, and not among those of jaxpar."""
     given = [(flag, path) for flag in INPUTS for path in flag_values(pods.words, flag)]
-    is_there = lambda path: path in NO_PATHS or path.startswith("recipes/") or pods.folder_of(path)
+    is_there = lambda path: path in NO_PATHS or path.startswith(OF_JAXPAR) or pods.folder_of(path)
     if without := [(flag, path) for flag, path in given if not is_there(path)]:
         named = ", ".join(f"{flag} {path}" for flag, path in without)
         place = f"{CHECKPOINTS}/{PurePosixPath(without[0][1]).name}"
         yield (
             f"the recipe reads {named}, which no claim holds: it must be in the image. "
             f"If it is on a volume, name its claim, and give the path there: {without[0][0]} {place}"
+        )
+
+
+def _looked_for_elsewhere(pods: Workload) -> Iterator[str]:
+    """Yields a line if the command names files of jaxpar, which are in the image, by paths that lead into a volume."""
+    named = [word for word in pods.words if normpath(word).startswith(OF_JAXPAR)]
+    is_moved = pods.working_dir and pods.folder_of(pods.working_dir) is not None
+    if named and is_moved:
+        yield (
+            f"{pods.path} has workingDir {pods.working_dir}, in a volume, and the command names {named[0]}, which is looked "
+            "for there and not in the image. Give its whole path in the image, or leave workingDir out"
         )
 
 
@@ -473,51 +457,6 @@ def _unheld_paths(pods: Workload) -> Iterator[str]:
         )
 
 
-def _no_devices(pods: Workload) -> Iterator[str]:
-    """Yields a line if pods get no GPUs, as far as the manifest tells."""
-    if pods.devices is None:
-        yield f"{pods.path} requests no {GPUS}: pods get no GPUs, unless by another resource"
-
-
-def _hidden_devices(pods: Workload) -> Iterator[str]:
-    """Yields a line for each variable that keeps the program from the GPUs of its pod."""
-    each = pods.devices
-    if each is None or each[1] != GPUS or each[0] == 0:
-        return
-    yield from unused_gpus(pods.path, pods.variables, f"{each[0]} GPUs a pod")
-    for name in HIDING:
-        if (value := pods.variables.get(name)) not in (None, "all"):
-            yield (
-                f"{pods.path} has {name}={value}, and the device plugin says which of the {each[0]} GPUs a pod sees: the "
-                "program may not find its devices. Leave the variable out"
-            )
-
-
-def unused_gpus(place: str, variables: Mapping[str, str], gpus: str) -> Iterator[str]:
-    """Yields a line if variables keep JAX from GPUs.
-
-    Args:
-        place: What has the variables.
-        variables: The variables.
-        gpus: How many GPUs there are, as in "8 GPUs a pod".
-    """
-    platforms = variables.get(PLATFORMS)
-    if platforms and not any(name in platforms.split(",") for name in OF_GPUS):
-        yield (
-            f"{place} has {PLATFORMS}={platforms} and {gpus}: the program does not use them. Leave the variable out"
-        )
-
-
-def _slowed(pods: Workload) -> Iterator[str]:
-    """Yields a line if the kernel holds a process to a number of CPU cores."""
-    if limit := pods.limits.get("cpu"):
-        yield (
-            f"{pods.path} has a limit of {limit} CPU cores: once they are used up the kernel stops the process for the rest of "
-            "each tenth of a second, unless its node reserves cores for it (the static policy of the CPU manager), and all "
-            "others wait for it. Leave the limit out, and request the cores"
-        )
-
-
 def _endless(pods: Workload) -> Iterator[str]:
     """Yields a line if a pod has containers that may not end with the run."""
     others = [name for name in pods.containers if name != "train"]
@@ -525,50 +464,6 @@ def _endless(pods: Workload) -> Iterator[str]:
         yield (
             f"{pods.path} has the container {others[0]} beside the run: the pod ends when all containers do, and the job waits "
             "for it. Make it an init container with restartPolicy Always"
-        )
-
-
-def _slow_network(pods: Workload) -> Iterator[str]:
-    """Yields a line if pods may communicate by TCP where the cluster has something faster."""
-    if (pods.num_pods or 1) > 1 and not _networks(pods) and FAKE_DEVICES not in pods.variables:
-        yield (
-            f"{pods.num_pods} nodes and no --rdma: NCCL uses TCP between pods. If the nodes have InfiniBand or RoCE, give the "
-            "resource that the cluster's device plugin offers, such as --rdma rdma/ib=8"
-        )
-
-
-def _networks(pods: Workload) -> list[str]:
-    """Returns the resources of device plugins beside the GPUs, of which a pod gets some."""
-    given = {**pods.requests, **pods.limits}
-    others = [name for name in given if "/" in name and name != GPUS]
-    return [name for name in others if amount(given[name], name) > 0]
-
-
-def _unused_network(pods: Workload) -> Iterator[str]:
-    """Yields a line if pods of a rehearsal wait for nodes with a network that they do not use."""
-    if FAKE_DEVICES in pods.variables and _networks(pods):
-        yield (
-            f"fake devices communicate by TCP, and {_networks(pods)[0]} is requested: pods wait for nodes that have it. Leave "
-            "it out"
-        )
-
-
-def _locked_memory(pods: Workload) -> Iterator[str]:
-    """Yields a line if pods may not lock the memory that RDMA needs."""
-    rdma = _networks(pods)
-    if rdma and pods.user not in (None, ROOT):
-        yield (
-            f"{rdma[0]} and --run-as-user {pods.user}: only root gets IPC_LOCK, the right to lock memory. RDMA works if the "
-            "nodes' container runtime sets no limit to locked memory (ulimit -l unlimited); else leave --run-as-user out"
-        )
-    elif (
-        rdma
-        and pods.user == ROOT
-        and LOCKS not in pods.security.get("capabilities", {}).get("add", [])
-    ):
-        yield (
-            f"{rdma[0]} and no {LOCKS}: without this right RDMA may not lock memory, unless the nodes' container runtime sets "
-            "no limit (ulimit -l unlimited). Add it to the capabilities of the container"
         )
 
 

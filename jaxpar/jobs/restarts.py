@@ -32,11 +32,13 @@ ENDS = (  # how a pod may end, and what `manifest` has a JobSet do then
     ),
 )
 IGNORED = "Ignore"
+DEADLINE = "activeDeadlineSeconds"
 REMEDY = "Write failurePolicy and podFailurePolicy as `manifest` does"
 
 
 def restart_remarks(manifest: Mapping[str, Any]) -> Iterator[str]:
     """Yields a line for each way in which the restarts of a JobSet are not those that `manifest` writes."""
+    yield from _deadlines(manifest)
     if manifest["kind"] != "JobSet":
         return
     policy = manifest["spec"].get("failurePolicy")
@@ -48,6 +50,22 @@ def restart_remarks(manifest: Mapping[str, Any]) -> Iterator[str]:
     yield from _unknown_patterns(policy)
     for job in manifest["spec"]["replicatedJobs"]:
         yield from _of_job(policy, job)
+
+
+def _deadlines(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a line for each time limit of a job, which a run that is not complete then does not survive."""
+    spec = manifest["spec"]
+    limited = [("spec", spec)] if manifest["kind"] == "TrainJob" else []
+    if manifest["kind"] == "JobSet":
+        for number, each in enumerate(spec["replicatedJobs"]):
+            job, path = each["template"]["spec"], f"spec.replicatedJobs.{number}"
+            limited += [(path, job), (f"the pods of {path}", job["template"]["spec"])]
+    for path, part in limited:
+        if (seconds := part.get(DEADLINE)) is not None:
+            yield (
+                f"{DEADLINE} of {path} is {seconds}: a run that takes longer is ended {seconds / 3600:.3g} h after its start, "
+                "which counts as a failure. Leave it out, unless the run is always shorter"
+            )
 
 
 def _unknown_patterns(policy: Mapping[str, Any]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from jaxpar.jobs.workload import workloads
 NUMBER_LABEL = "batch.kubernetes.io/job-completion-index"
 RUN_LABEL = "run"  # of alerts.yaml and dashboard.json
 JOB_LABEL = "jobset.sigs.k8s.io/jobset-name"
+HTTP, TCP = "http", "TCP"  # the name of the port of a server, and the API's default protocol
 OF_CONTROLLERS = (
     "jobset.sigs.k8s.io/",
     "batch.kubernetes.io/",
@@ -29,6 +30,76 @@ def check_together(manifests: Sequence[Mapping[str, Any]]) -> None:
     jobs = [each for each in manifests if each["kind"] in ("JobSet", "TrainJob")]
     for monitor in (each for each in manifests if each["kind"] == "PodMonitor"):
         _check_monitors(monitor, jobs)
+
+
+def check_jobs(spec: Mapping[str, Any]) -> None:
+    """Raises ValueError if a part of a JobSet names a job, or a pod of it, that the JobSet does not have.
+
+    Args:
+        spec: Of the JobSet.
+
+    Reference:
+        JobSet's webhook refuses it; two jobs of one name the schema.
+    """
+    jobs = spec["replicatedJobs"]
+    names = [job["name"] for job in jobs]
+    for number, job in enumerate(jobs):
+        if job["name"] in names[:number]:
+            raise ValueError(
+                f"the jobs of spec.replicatedJobs must have different names; got {job['name']!r} twice. Rename one."
+            )
+        for each in job.get("dependsOn", []):
+            place = f"dependsOn of spec.replicatedJobs.{number}"
+            _check_job(each["name"], names[:number], place, "a job before it")
+    rules = spec.get("failurePolicy", {}).get("rules", [])
+    for place, part in [
+        ("spec.successPolicy", spec.get("successPolicy", {})),
+        *((f"spec.failurePolicy.rules.{number}", rule) for number, rule in enumerate(rules)),
+    ]:
+        for name in part.get("targetReplicatedJobs", []):
+            _check_job(name, names, f"targetReplicatedJobs of {place}", "a job of the file")
+    if "coordinator" in spec:
+        _check_coordinator(spec["coordinator"], jobs)
+
+
+def _check_job(name: str, known: Sequence[str], place: str, rule: str) -> None:
+    if name not in known:
+        there = ", ".join(known)
+        remedy = f"Write one of {there}, or leave it out." if known else "Leave it out."
+        raise ValueError(
+            f"{place} must name {rule}, {there or 'of which there is none'}; got {name!r}. {remedy}"
+        )
+
+
+def _check_coordinator(coordinator: Mapping[str, Any], jobs: Sequence[Mapping[str, Any]]) -> None:
+    counts = {job["name"]: job["template"]["spec"].get("completions") or 1 for job in jobs}
+    name, place = coordinator["replicatedJob"], "spec.coordinator"
+    _check_job(name, [*counts], f"replicatedJob of {place}", "a job of the file")
+    for field, count, of in (("jobIndex", 1, "replicas"), ("podIndex", counts[name], "pods")):
+        if coordinator.get(field, 0) >= count:
+            raise ValueError(
+                f"{field} of {place} must be below {count}, the number of {of}; got {coordinator[field]}. Leave it out for "
+                "the first."
+            )
+
+
+def check_protocols(ports: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError if the port of a Service at which clients send HTTP takes no TCP.
+
+    Args:
+        ports: Those of the Service.
+    """
+    for port in ports:
+        is_http = len(ports) == 1 or HTTP in (port.get("name"), port.get("targetPort"))
+        if is_http and _protocol(port) != TCP:
+            raise ValueError(
+                f"the port of a Service for HTTP must have the protocol {TCP}; got {_protocol(port)} for port {port['port']}. "
+                "Leave protocol out."
+            )
+
+
+def _protocol(port: Mapping[str, Any]) -> str:
+    return port.get("protocol", TCP)
 
 
 def _namespace(manifest: Mapping[str, Any]) -> str | None:
@@ -53,11 +124,18 @@ def _check_leads_to(service: Mapping[str, Any], deployments: Sequence[Mapping[st
 
 def _check_targets(service: Mapping[str, Any], ports: Sequence[Mapping[str, Any]]) -> None:
     known = {port.get("name") for port in ports} | {port["containerPort"] for port in ports}
+    protocols = {port["name"]: _protocol(port) for port in ports if "name" in port}
     for port in service["spec"]["ports"]:
         target = port.get("targetPort", port["port"])
         if target not in known:
             raise ValueError(
                 f"targetPort of a Service must be a named port of its pods; got {target!r}. Name that of the Deployment."
+            )
+        of_pods = protocols.get(target, _protocol(port))
+        if of_pods != _protocol(port):
+            raise ValueError(
+                f"a port of a Service must have the protocol of the port of its pods; got {_protocol(port)}, and {of_pods} for "
+                f"{target!r}. Leave protocol out of both."
             )
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
-from posixpath import normpath
+from posixpath import join, normpath
 from typing import Any
 
 from jaxpar.jobs.field_types import QUANTITY
@@ -71,6 +71,7 @@ class Workload:
         job: The name of the replicated job that has them.
         handlers: The probes and the hooks of the program's container.
         filled: The names of the volumes that other containers of a pod mount, which may write what the program reads.
+        working_dir: The folder in which the program starts; "": that of the image.
     """
 
     kind: str
@@ -97,6 +98,7 @@ class Workload:
     job: str = ""
     handlers: Mapping[str, Any] = field(default_factory=dict)
     filled: frozenset[str] = frozenset()
+    working_dir: str = ""
 
     @property
     def is_of_runtime(self) -> bool:
@@ -163,6 +165,11 @@ class Workload:
         return None if each is None or self.num_pods is None else each[0] * self.num_pods
 
     @property
+    def mounted_at(self) -> set[PurePosixPath]:
+        """The paths at which volumes are mounted, shared memory too."""
+        return {PurePosixPath(mount["mountPath"]) for mount in self.mounts}
+
+    @property
     def folders(self) -> dict[PurePosixPath, Mapping[str, Any]]:
         """The mounts of volumes that hold files, by their paths; shared memory holds none."""
         found = {PurePosixPath(mount["mountPath"]): mount for mount in self.mounts}
@@ -170,7 +177,7 @@ class Workload:
 
     def folder_of(self, path: str) -> Mapping[str, Any] | None:
         """Returns the mount that holds a path; None if it is in no volume."""
-        place = PurePosixPath(normpath(path))  # without ..
+        place = PurePosixPath(normpath(join(self.working_dir, path)))  # without ..
         inside = [folder for folder in self.folders if place.is_relative_to(folder)]
         return self.folders[max(inside, key=lambda folder: len(folder.parts))] if inside else None
 
@@ -325,6 +332,7 @@ def _of_program(
         handlers={name: program[name] for name in PROBES if name in program}
         | program.get("lifecycle", {}),
         filled=_mounted(pod, without=program),
+        working_dir=program.get("workingDir", ""),
     )
 
 
