@@ -92,7 +92,7 @@ def test_processes_that_begin_with_different_params_are_refused(monkeypatch):
 def test_a_run_of_ones_own_is_told_how_to_go_on_in_its_own_words(tmp_path):
     flags = BasicFlags.of(out_dir=tmp_path, checkpoint_every=2)
     with Run(flags, jaxpar.make_mesh()) as run:
-        advice = advice_on_finite_steps(run.flags, run._remedy, run._settings)
+        advice = advice_on_finite_steps(run._remedy, run._settings)
         assert (
             "with another, add resume=True. To begin again, add overwrite=True. If it ends so again, look at"
             in advice
@@ -101,7 +101,7 @@ def test_a_run_of_ones_own_is_told_how_to_go_on_in_its_own_words(tmp_path):
     with Run(flags, jaxpar.make_mesh(), {"learning_rate": 0.1}) as run, given_by(names):
         assert (
             "another, add --resume --allow-change learning_rate. To begin again, add --overwrite."
-            in advice_on_finite_steps(run.flags, run._remedy, run._settings)
+            in advice_on_finite_steps(run._remedy, run._settings)
         )
 
 

@@ -317,7 +317,9 @@ class Run(AbstractContextManager["Run"]):
                 before_save=self._before_save,
                 at_end=lambda step, *of_step: self._call(step - 1, *of_step, at_end=True),
                 at_stop=self._draw_what_there_is,
-                remedy=advice_on_finite_steps(self.flags, self._remedy, self._settings),
+                remedy=lambda has_checkpoint: advice_on_finite_steps(
+                    self._remedy, self._settings, has_checkpoint=has_checkpoint
+                ),
             )
         )
         self._began = time.perf_counter()

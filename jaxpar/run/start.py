@@ -184,10 +184,11 @@ def first_state(make_state: Callable[[], jaxpar.TrainState]) -> jaxpar.TrainStat
     return state
 
 
-def advice_on_finite_steps(flags: RunFlags, remedy: str, settings: Mapping[str, Any]) -> str:
+def advice_on_finite_steps(
+    remedy: str, settings: Mapping[str, Any], *, has_checkpoint: bool = True
+) -> str:
     """Returns a remedy with what to set for another try: the flags of a command, or the arguments of a script."""
-    common, saves = flags.common, flags.checkpoint.checkpoint_minutes
-    if common.checkpoint_every or saves or common.resume:
+    if has_checkpoint:
         allowed = f" {arg('allow_change')} learning_rate" if "learning_rate" in settings else ""
         remedy += f" To continue from a checkpoint with another, add {switch('resume')}{allowed}."
     return (
