@@ -142,6 +142,34 @@ def test_steps_that_are_seen_to_have_ended_together_have_equal_parts_of_the_time
     assert seconds == [0.5] * 4
 
 
+@pytest.mark.parametrize("is_evaluated", [False, True])
+def test_steps_of_a_run_that_have_ended_together_have_equal_parts_too(
+    tmp_path, monkeypatch, is_evaluated
+):
+    """``Run.log`` and an evaluation write the line of the step before first, and know whether the next step has ended."""
+    mesh, batch = jaxpar.make_mesh(), tiny.make_batch()
+    sgd = optax.sgd(0.1)
+    step = jaxpar.make_train_step(jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh), sgd)
+    shardings = tiny.shardings(mesh, tiny.make_params())
+    clock = SimpleNamespace(now=0.0)
+    with Run(BasicFlags.of(out_dir=tmp_path, steps=4), mesh, {}) as run:
+        run.restore(tiny.init, jax.random.key(0), sgd, mesh, shardings)
+        train_step = run.compile(step, jaxpar.shard_batch(batch, mesh))
+        state = run.begin()
+        time = SimpleNamespace(perf_counter=lambda: clock.now)
+        monkeypatch.setattr("jaxpar.metrics.log.time", time)
+        for number in run.steps():
+            state, _ = train_step(state, jaxpar.shard_batch(batch, mesh))
+            clock.now += 0.5
+            metrics = {"loss": OnDevice(clock, clock.now + (0.25 if number % 2 == 0 else 0))}
+            if is_evaluated and number == 1:
+                with run.evaluation(metrics):
+                    clock.now += 40
+            run.log(number, state, metrics)
+    seconds = [line["step_seconds"] for line in read_metrics(tmp_path / "metrics.jsonl")]
+    assert seconds == [0.5] * 4
+
+
 @pytest.mark.full
 def test_the_rate_of_a_run_is_that_of_its_items_or_else_of_steps(tmp_path):
     mesh, batch = jaxpar.make_mesh(), tiny.make_batch()

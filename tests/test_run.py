@@ -470,10 +470,10 @@ def test_a_step_is_timed_before_anything_waits_for_the_next_one(tmp_path, monkey
     events = []
     flushed, checked = MetricsLog.flush, CallOrder.check_state
 
-    def flush(log):
+    def flush(log, *following):
         if log._pending is not None:
             events.append(("written", log._pending[0]))
-        flushed(log)
+        flushed(log, *following)
 
     def check_state(order, step, done, say):
         events.append(("waited for", step))

@@ -95,8 +95,8 @@ class MetricsLog:
                 "metrics | {...}."
             )
         check_names(metrics, (*OF_LOG, f"{self._items}_per_second"))
-        is_done = all(map(is_computed, metrics.values()))  # as on a device for which the host waits
-        self._write_pending(also_ended=int(is_done))
+        self.flush(metrics)
+        is_done = _are_computed(metrics)  # as on a device for which the host waits
         self._pending = (step, metrics)
         self._ended = time.perf_counter() if is_done else None
         for watcher in self._watchers:
@@ -110,7 +110,7 @@ class MetricsLog:
             metrics: What the train step returned. The block begins when they are computed, and what it dispatches to the
                 devices must be computed when it ends.
         """
-        self.flush()
+        self.flush(metrics)
         jax.block_until_ready(metrics)
         began = (
             time.perf_counter() if self._pause is None else self._pause[0]
@@ -118,12 +118,13 @@ class MetricsLog:
         yield
         self._pause = (began, time.perf_counter())
 
-    def flush(self) -> None:
-        """Writes the metrics that were accepted last, once their step has ended."""
-        self._write_pending(also_ended=0)
+    def flush(self, following: Mapping[str, jax.Array | Number] | None = None) -> None:
+        """Writes the metrics that were accepted last, once their step has ended.
 
-    def _write_pending(self, *, also_ended: int) -> None:
-        """Writes the pending metrics; steps after theirs that have ended too have equal parts of the time."""
+        Args:
+            following: What the train step after it returned, if that is dispatched: if they are computed as soon as the host
+                sees that its step has ended, the time of both steps is shared, since it is not known when the first one ended.
+        """
         if self._pending is None:
             return
         step, metrics = self._pending
@@ -134,7 +135,8 @@ class MetricsLog:
         ended = self._ended
         if ended is None:
             now = time.perf_counter()
-            ended = now - (now - self._then) * also_ended / (1 + also_ended)
+            is_shared = following is not None and _are_computed(following)
+            ended = (self._then + now) / 2 if is_shared else now
         ended, resumed = self._pause or (ended, ended)
         seconds, self._then, self._pause = ended - self._then, resumed, None
         rate = self._items_per_step / seconds
@@ -263,9 +265,18 @@ def copy_shared(metrics: Mapping[str, Any], state: PyTree) -> dict[str, Any]:
     return {name: kept(value) for name, value in metrics.items()}
 
 
+def _are_computed(metrics: Mapping[str, Any]) -> bool:
+    """Returns whether all metrics have their values, but for those that a step has donated, which are refused later."""
+    return all(is_computed(value) for value in metrics.values() if not _is_deleted(value))
+
+
+def _is_deleted(value: Any) -> bool:
+    return isinstance(value, jax.Array) and value.is_deleted()
+
+
 def _check_kept(metrics: Mapping[str, Any]) -> None:
     for name, value in metrics.items():
-        if isinstance(value, jax.Array) and value.is_deleted():
+        if _is_deleted(value):
             raise ValueError(
                 f"a metric must be there until its line is written, after the next step; got {name!r}, an array that a step "
                 "has donated. Log a copy: jnp.copy(...), made before that step."

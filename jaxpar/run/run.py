@@ -384,7 +384,7 @@ class Run(AbstractContextManager["Run"]):
         self._order.check_next(step)
         check_not_donated(state)
         # What follows may wait for this step, whose time the step before would be given.
-        self._log.flush()
+        self._log.flush(metrics)
         metrics = copy_shared(metrics, state)
         best = (self.flags.checkpoint.keep_best or "").removeprefix("-")
         self._named |= {*metrics}
