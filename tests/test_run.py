@@ -35,6 +35,7 @@ from jaxpar.run.messages import remark_on_first_step, say, say_written
 from jaxpar.run.start import advice_on_finite_steps, check_processes, first_state
 from jaxpar.run.traits import Traits, numbers_of
 from jaxpar.runtime.lease import this_process
+from jaxpar.runtime.life import LifeWatch
 from jaxpar.runtime.output import logging_kept
 from jaxpar.runtime.uncaught import exit_code_of
 from tests.support.leases import put
@@ -443,6 +444,20 @@ def trained(flags, optimizer, num_rows=4, settings=None, steps=2):
             state, metrics = train_step(state, batch)
             run.log(step, state, metrics)
     return [line for line in said if "saved run" in line or "no step is left" in line]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_killed_run_is_still_known_as_killed_after_a_start_that_is_refused(tmp_path, resume):
+    """As one without --resume is, and one that resumes with other settings."""
+    flags = BasicFlags.of(out_dir=tmp_path, steps=2, checkpoint_every=1)
+    trained(flags, optax.sgd(0.1), settings={"rows": 4})
+    assert LifeWatch(tmp_path).look().state == "ended"
+    put(tmp_path, dataclasses.replace(this_process(), start="0", token="another"), 9)
+    with pytest.raises(ValueError, match=r"new run needs a folder|rows"):
+        trained(flags.replace(resume=resume), optax.sgd(0.1), settings={"rows": 5})
+    assert LifeWatch(tmp_path).look().state == "killed"
+    trained(flags.replace(resume=True, steps=3), optax.sgd(0.1), settings={"rows": 4})
+    assert LifeWatch(tmp_path).look().state == "ended"
 
 
 @pytest.mark.parametrize("is_left_out", [True, False])

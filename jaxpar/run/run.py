@@ -273,6 +273,7 @@ class Run(AbstractContextManager["Run"]):
             )
         )
         state = first_state(make_state or self._init) if self._state is None else self._state
+        self.checkpoints.lease.is_begun = True
         self._state = None  # the first step donates it
         if (
             self.flags.common.overwrite

@@ -44,13 +44,23 @@ def open_checkpoints(flags: RunFlags, mesh: jax.sharding.Mesh) -> CheckpointMana
     kept = {name: getattr(flags.checkpoint, name) for name in ("keep", "keep_every", "keep_best")}
     _check_same_start(flags)
     folder.check_own_config(common.out_dir)
-    lease = Lease(common.out_dir)
+    lease = Lease(common.out_dir, is_begun=False)
     checkpoints = CheckpointManager(
         directory, mesh, **kept, save_seconds=flags.budget.save, lease=lease
     )
     if not common.dry_run:
         checkpoints.own()
-    latest = checkpoints.latest()
+    try:
+        _check_start(flags, checkpoints)
+    except BaseException:
+        checkpoints.disown()
+        raise
+    return checkpoints
+
+
+def _check_start(flags: RunFlags, checkpoints: CheckpointManager) -> None:
+    """Raises FileNotFoundError or ValueError unless a run can begin in its folder, or resume there."""
+    common, latest = flags.common, checkpoints.latest()
     if common.resume and not checkpoints.has_any():
         raise FileNotFoundError(
             f"{switch('resume')} needs a checkpoint; got none in {checkpoints.directory}. Name a run's folder by "
@@ -63,7 +73,6 @@ def open_checkpoints(flags: RunFlags, mesh: jax.sharding.Mesh) -> CheckpointMana
         )
     if not (common.resume or common.overwrite or common.dry_run):
         _check_new(flags, checkpoints, latest)
-    return checkpoints
 
 
 def _check_same_start(flags: RunFlags) -> None:
