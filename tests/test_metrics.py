@@ -293,6 +293,17 @@ def test_a_metric_with_the_name_of_a_column_of_the_log_is_refused(tmp_path, name
         log.log(0, {"loss": 1.0, name: 2.0})
 
 
+def test_a_resumed_run_says_which_lines_before_it_are_missing(tmp_path, capfd):
+    """As after a full disk, which may have held the checkpoint of a later step."""
+    for first_step, missing in ((0, ""), (2, ""), (5, "step 5"), (9, "steps 7 to 9")):
+        with MetricsLog(tmp_path, 10, items_per_step=1, first_step=first_step) as log:
+            for step in range(first_step, first_step + (1 if first_step == 5 else 2)):
+                log.log(step, {"loss": 1.0})
+        told = f"has no lines of {missing}, which were trained" if missing else ""
+        assert told in capfd.readouterr().err
+        assert (told == "") == (first_step < 5)
+
+
 def test_a_resumed_run_goes_on_behind_the_lines_of_its_steps(tmp_path):
     log_steps(tmp_path, range(6))
     with (tmp_path / "metrics.jsonl").open("a") as file:

@@ -36,7 +36,8 @@ class MetricsLog:
     ``with`` missing lines raise an OSError, or are reported if another exception ends it. A loss that jumps is reported too.
 
     Args:
-        out_dir: The folder of the file; a resumed run appends to it, after the lines of steps before ``first_step``.
+        out_dir: The folder of the file; a resumed run appends to it, after the lines of steps before ``first_step``, and prints
+            which of the last of these are missing.
         num_steps: The step at which the run ends.
         items_per_step: The number of items that a step processes, for the rate.
         items: Their name, as in ``rows_per_second``.
@@ -70,14 +71,27 @@ class MetricsLog:
 
     def __enter__(self) -> "MetricsLog":
         if self._is_first_process:
-            self._file = LineFile(
-                self.path, _lines_before(self.path, self._first_step, self._jumps)
-            )
+            before = lines_before(self.path, self._first_step)
+            self._file = LineFile(self.path, self._lines_taken(before))
         self._progress = self._progress_bar() if self._is_first_process and is_terminal() else None
         for watcher in self._watchers:
             watcher.open(self._first_step)
         self._then = time.perf_counter()
         return self
+
+    def _lines_taken(self, before: Iterator[tuple[bytes, dict[str, Number]]]) -> Iterator[bytes]:
+        """Yields the lines before this run's, with whose losses its own are compared; says if the last are missing."""
+        done = 0
+        for text, line in before:
+            self._jumps.usual_before(line.get("loss"))
+            done = int(line["step"]) + 1
+            yield text
+        if done < self._first_step:
+            steps = "step" if done + 1 == self._first_step else f"steps {done + 1:,} to"
+            tell(
+                f"{self.path} has no lines of {steps} {self._first_step:,}, which were trained: the checkpoint has their "
+                "updates, and their metrics are lost"
+            )
 
     def log(self, step: int, metrics: Mapping[str, jax.Array | Number]) -> None:
         """Accepts the metrics of ``step`` as the train step returns them, and writes those of the previous step.
@@ -201,13 +215,6 @@ class MetricsLog:
             if error is None:
                 raise missing
             tell(missing.strerror or str(missing))
-
-
-def _lines_before(path: Path, step: int, jumps: Jumps) -> Iterator[bytes]:
-    """Yields ``lines_before``; ``jumps`` takes their losses, with which those of the following steps are compared."""
-    for text, line in lines_before(path, step):
-        jumps.usual_before(line.get("loss"))
-        yield text
 
 
 OF_A_MODEL = "that of a model"
