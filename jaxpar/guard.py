@@ -48,6 +48,9 @@ AT_FIRST_OF_GRADIENTS = (
     "skipped step leaves as it is (docs/optimizers.md, float16)."
 )
 
+AFTER_RESUME = "No step since the resume has made an update, so its learning rate is not the cause."
+OF_ROWS = "If it ends so again, look at the rows of these steps: inputs, masks and weights must be finite."
+
 
 class Guard:
     """Saves, stops and watches a loop of training steps inside a ``with`` block.
@@ -74,7 +77,7 @@ class Guard:
         about: ``about(step)`` returns the keyword arguments of ``CheckpointManager.save_async`` that are saved with the state.
         remedy: The advice in the message about steps that are not finite, or a function that returns it, given whether there
             is a checkpoint to continue from; where the first loss of a run was not finite, the advice is to look at the data
-            and the initial params.
+            and the initial params, and where no step since a resume was, at the checkpoint.
         before_save: Called before a save, for example to write metrics of the steps that it includes.
         at_end: ``at_end(step, state, metrics)``, called after the step that ``end_early`` makes the last one, before its save.
         at_stop: Called once the state is saved in a run that was asked to stop, for example to plot results.
@@ -344,6 +347,9 @@ class Guard:
         return AT_FIRST_OF_GRADIENTS
 
     def _advice(self, *, has_good: bool = True) -> str:
+        if self._is_resumed and not self._has_updated:
+            go_on = "Resume again" if has_good else f"Begin again with {switch('overwrite')}"
+            return f"{AFTER_RESUME} {go_on}. {OF_ROWS}"
         if self._has_updated or self._first_loss is None or np.isfinite(self._first_loss):
             return self._remedy if isinstance(self._remedy, str) else self._remedy(has_good)
         return AT_FIRST

@@ -242,7 +242,9 @@ def test_no_state_is_saved_that_skipped_steps_could_not_change_and_the_last_good
     assert "first step" not in told, "it was resumed"
     assert told.endswith(
         "Checkpoint 3: the state from which these steps were not finite, so that those after a resume may not be "
-        "either. There is no earlier one. Continue: False."
+        "either. There is no earlier one. No step since the resume has made an update, so its learning rate is not the "
+        "cause. Begin again with overwrite=True. If it ends so again, look at the rows of these steps: inputs, masks and "
+        "weights must be finite."
     )
 
 
@@ -253,6 +255,9 @@ def test_a_checkpoint_from_which_no_step_is_finite_is_to_be_renamed(manager, sai
         f"In {manager.directory} rename 4 to 4.abandoned: a resume then reads the checkpoint of step 2, which is intact. "
         "Continue: True."
     )
+    told = until_skipped(manager, said, {5, 6, 7}, range(5, 13))
+    assert f"In {manager.directory} rename 4 to 4.abandoned: a resume then reads" in told
+    assert "so its learning rate is not the cause. Resume again." in told
     (manager.directory / "4").rename(manager.directory / "4.abandoned")
     assert manager.latest() == 2
 

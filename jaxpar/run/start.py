@@ -14,6 +14,7 @@ from jaxpar.checkpoint.checksums import diverged_replicas
 from jaxpar.checkpoint.folder import Folder
 from jaxpar.checkpoint.state import as_numbers
 from jaxpar.fields import arg, switch
+from jaxpar.guard import OF_ROWS
 from jaxpar.inspect.text import bytes_text
 from jaxpar.mesh import OF_ZERO, arrange, check_every_process_takes_part, idle_text, shown_sizes
 from jaxpar.run import folder
@@ -200,10 +201,7 @@ def advice_on_finite_steps(
     if has_checkpoint:
         allowed = f" {arg('allow_change')} learning_rate" if "learning_rate" in settings else ""
         remedy += f" To continue from a checkpoint with another, add {switch('resume')}{allowed}."
-    return (
-        f"{remedy} To begin again, add {switch('overwrite')}. If it ends so again, look at the rows "
-        "of these steps: inputs, masks and weights must be finite."
-    )
+    return f"{remedy} To begin again, add {switch('overwrite')}. {OF_ROWS}"
 
 
 def without_saves(flags: RunFlags, first_step: int) -> str:
