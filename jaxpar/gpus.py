@@ -43,3 +43,8 @@ GPUS = {
     name: Gpu(name, **sheet)
     for name, sheet in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
 }
+
+
+def gpu_of(device_kind: str) -> Gpu | None:
+    """Returns the GPU to which the driver gives this name, "NVIDIA H100 80GB HBM3" say; None without a datasheet of it."""
+    return next((gpu for gpu in GPUS.values() if gpu.driver_name == device_kind), None)

@@ -48,6 +48,9 @@ AT_FIRST_OF_GRADIENTS = (
     "skipped step leaves as it is (docs/optimizers.md, float16)."
 )
 
+AFTER_RESUME = "No step since the resume has made an update, so its learning rate is not the cause."
+OF_ROWS = "If it ends so again, look at the rows of these steps: inputs, masks and weights must be finite."
+
 
 class Guard:
     """Saves, stops and watches a loop of training steps inside a ``with`` block.
@@ -61,7 +64,8 @@ class Guard:
     Args:
         checkpoints: Where states are saved; None: nowhere.
         num_steps: The last step of the run. It is saved if ``save_every`` or ``save_minutes`` is set.
-        save_every: Steps between two saves; 0: none by steps. A run that is asked to stop saves in any case.
+        save_every: Steps between two saves; 0: none by steps. A save that is due after a step which was not finite, and changed
+            nothing, is made after the next step that is. A run that is asked to stop saves in any case, as does its last step.
         save_minutes: Minutes between two saves; 0: none by time.
         compare_every: Steps between two comparisons of the replicas of the state, beside those of
             the saves; 0: none. After a fault of a device its replica differs, unnoticed. A
@@ -71,8 +75,9 @@ class Guard:
             the run; 0: no limit. Unless it is 0, a run all of whose steps were such steps ends in the same way.
         budgets: Seconds that each phase may take.
         about: ``about(step)`` returns the keyword arguments of ``CheckpointManager.save_async`` that are saved with the state.
-        remedy: The advice in the message about steps that are not finite; where the first loss was not, the advice is to look
-            at the data and the initial params.
+        remedy: The advice in the message about steps that are not finite, or a function that returns it, given whether there
+            is a checkpoint to continue from; where the first loss of a run was not finite, the advice is to look at the data
+            and the initial params, and where no step since a resume was, at the checkpoint.
         before_save: Called before a save, for example to write metrics of the steps that it includes.
         at_end: ``at_end(step, state, metrics)``, called after the step that ``end_early`` makes the last one, before its save.
         at_stop: Called once the state is saved in a run that was asked to stop, for example to plot results.
@@ -90,7 +95,7 @@ class Guard:
         max_skipped: int = 10,
         budgets: Budgets | None = None,
         about: Callable[[int], Mapping[str, Any]] = lambda step: {},
-        remedy: str = "Choose a smaller learning rate.",
+        remedy: str | Callable[[bool], str] = "Choose a smaller learning rate.",
         before_save: Callable[[], None] = lambda: None,
         at_end: Callable[[int, TrainState, Mapping[str, Any]], None] = lambda *of_step: None,
         at_stop: Callable[[], None] = lambda: None,
@@ -105,8 +110,10 @@ class Guard:
         self._compare_every = compare_every
         self._max_skipped, self._num_skipped = max_skipped, 0
         self._num_done, self._has_told_skip = 0, False
-        self._first_loss: Any = None
-        self._has_updated = False  # by a step of this run
+        self._first_loss: Any = None  # of the run, unless it was resumed
+        self._is_first, self._is_resumed = True, False
+        self._has_updated = False  # by a step since this start
+        self._is_save_due = False  # once a step is finite
         self._about, self._remedy, self._say = about, remedy, say
         self._before_save, self._at_end, self._at_stop = before_save, at_end, at_stop
         self._watchdog = Watchdog(budgets or Budgets())
@@ -221,7 +228,9 @@ class Guard:
         self._progress.done(step)
         self._count_skipped()
         self._num_done, self._before = step, metrics.get("skipped")
-        self._first_loss = metrics.get("loss") if self._first_loss is None else self._first_loss
+        if self._is_first:
+            self._is_first, self._is_resumed = False, step > 1
+            self._first_loss = None if self._is_resumed else metrics.get("loss")
         if 0 < self._save_seconds <= time.monotonic() - self._saved_at and jax.process_index() == 0:
             self._saved_at = time.monotonic()
             self._agreed.ask(SAVE)
@@ -233,7 +242,7 @@ class Guard:
             self.ended, self._num_steps, asked = asked.removeprefix(END), step, None
             if is_early:
                 self._at_end(step, state, metrics)
-        if self._saves is not None and (asked or self._is_due(step)):
+        if self._saves is not None and self._is_to_save(step, asked, metrics):
             self._save(self._saves, step, state, metrics)
             if asked not in (None, SAVE):
                 self._close()
@@ -241,6 +250,13 @@ class Guard:
                     self._stop(self._saves, step, asked)
         elif self._is_to_compare(step):
             self._compare(step, state)
+
+    def _is_to_save(self, step: int, asked: str | None, metrics: Mapping[str, Any]) -> bool:
+        """Returns whether a save is due now: one after a skipped step waits, since no later step may change that state."""
+        is_due = asked is not None or self._is_save_due or self._is_due(step)
+        is_last = asked not in (None, SAVE) or step == self._num_steps
+        self._is_save_due = is_due and not is_last and _was_skipped(metrics.get("skipped"))
+        return is_due and not self._is_save_due
 
     def _is_to_compare(self, step: int) -> bool:
         every = self._compare_every
@@ -270,7 +286,7 @@ class Guard:
 
     def _count_skipped(self) -> None:
         skipped, self._before = self._before, None
-        if skipped is None or not np.asarray(skipped):
+        if not _was_skipped(skipped):
             self._num_skipped = 0 if skipped is not None else self._num_skipped
             self._has_updated |= skipped is not None
             return
@@ -294,21 +310,48 @@ class Guard:
         )
 
     def _end_not_finite(self) -> None:
+        saved, has_good = self._saved_before(self._num_done - self._num_skipped)
         self._end(
             ExitCode.NOT_FINITE,
             f"error: {self._num_skipped} consecutive steps had a loss or gradients that were not finite, and were skipped. "
-            f"{self._last_good()} {self._advice_on_gradients()}",
+            f"{saved} {self._advice_on_gradients(has_good=has_good)}",
         )
 
-    def _advice_on_gradients(self) -> str:
+    def _saved_before(self, last: int) -> tuple[str, bool]:
+        """Returns what to say of the checkpoints, and whether one is good: of a step before the ``last`` that was finite.
+
+        The state after that step is the one from which the next step was not finite, and neither need it be after a resume.
+        """
+        steps = () if self._saves is None else self._saves.steps()
+        good = [step for step in steps if step < last]
+        rest = [str(step) for step in steps if step >= last]
+        if self._saves is None or not rest:
+            return self._last_good(), bool(good)
+        which = "Checkpoint" if len(rest) == 1 else "Checkpoints"
+        told = (
+            f"{which} {' and '.join(rest)}: the state from which these steps were not finite, so that those after a resume "
+            "may not be either"
+        )
+        if not good:
+            return f"{told}. There is no earlier one.", False
+        renamed = ", ".join(f"{step} to {step}.abandoned" for step in rest)
+        return (
+            f"{told}. In {self._saves.directory} rename {renamed}: a resume then reads the checkpoint of step {good[-1]}, "
+            "which is intact."
+        ), True
+
+    def _advice_on_gradients(self, *, has_good: bool) -> str:
         first = self._first_loss
         if self._has_updated or first is None or not np.isfinite(first):
-            return self._advice()
+            return self._advice(has_good=has_good)
         return AT_FIRST_OF_GRADIENTS
 
-    def _advice(self) -> str:
+    def _advice(self, *, has_good: bool = True) -> str:
+        if self._is_resumed and not self._has_updated:
+            go_on = "Resume again" if has_good else f"Begin again with {switch('overwrite')}"
+            return f"{AFTER_RESUME} {go_on}. {OF_ROWS}"
         if self._has_updated or self._first_loss is None or np.isfinite(self._first_loss):
-            return self._remedy
+            return self._remedy if isinstance(self._remedy, str) else self._remedy(has_good)
         return AT_FIRST
 
     def _last_good(self) -> str:
@@ -372,3 +415,8 @@ class Guard:
             self._say(message)
         will_end_with(code)
         raise SystemExit(int(code))
+
+
+def _was_skipped(skipped: Any) -> bool:
+    """Returns whether a step changed nothing, by its metric "skipped", if it has one; waits for the step."""
+    return skipped is not None and bool(np.asarray(skipped))

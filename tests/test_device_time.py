@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxpar.gpus import GPUS
-from jaxpar.inspect.gpu import LARGEST_SHOWN, Work, gpu_of, read_gpu_program, render_device_time
+from jaxpar.gpus import GPUS, gpu_of
+from jaxpar.inspect.gpu import LARGEST_SHOWN, Work, read_gpu_program, render_device_time
 from jaxpar.inspect.hlo import NO_ASSUMPTIONS, parse_module
 
 # A loop of 5 trips with an instruction of each kind. Numbers inside the fusions choose the slot.

@@ -10,12 +10,14 @@ import re
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import house_prices
 from jaxpar.commands import recipe as cli
+from jaxpar.metrics import exporters
 from jaxpar.metrics.exporters import (
     PrometheusExporter,
     StepProfiler,
@@ -57,6 +59,27 @@ def test_the_counters_move_while_the_run_goes_on(tmp_path):
     assert 0 < last["jaxpar_goodput"] <= 1
     with pytest.raises(OSError, match="refused"):
         scrape(exporter.port)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("cpu", None),
+    ],
+)
+def test_the_peak_for_the_mfu_is_that_of_the_whole_name_of_a_gpu(monkeypatch, kind, tflops):
+    monkeypatch.setattr(exporters.jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
+    monkeypatch.setattr(exporters.jax, "device_count", lambda: 2)
+    assert exporters._peak_flops() == (None if tflops is None else 2e12 * tflops)
 
 
 def test_metrics_of_any_name_are_gauges_of_their_own(tmp_path):

@@ -96,7 +96,7 @@ def test_params_that_were_never_finite_are_not_blamed_on_the_learning_rate(manag
     for first, blamed in ((np.nan, False), (2.5, True)):
         guard = Guard(
             manager,
-            num_steps=9,
+            num_steps=8,  # of which the last is saved in any case
             save_every=1,
             say=said.append,
             remedy="Choose a smaller learning rate.",
@@ -186,7 +186,7 @@ def test_what_is_saved_beside_the_state_is_of_its_step(manager):
     ("broken", "code"),
     [
         pytest.param({3, 5, 7, 9}, None, marks=pytest.mark.full),
-        ({3, 4, 5}, 86),
+        ({4, 5, 6}, 86),
         pytest.param({10, 11}, None, marks=pytest.mark.full),
     ],
     ids=str,
@@ -211,6 +211,63 @@ def test_so_many_steps_in_a_row_that_are_not_finite_end_the_run(manager, said, b
         f"error: {len(broken)} consecutive steps had a loss or gradients that were not finite"
     )
     assert said[-1].endswith("is intact. Do this.")
+
+
+def until_skipped(manager, said, skipped, steps=range(1, 13)):
+    """Trains until steps that were skipped end the run; returns what it said last."""
+    guard = Guard(
+        manager,
+        num_steps=12,
+        save_every=2,
+        max_skipped=3,
+        say=said.append,
+        remedy=lambda has_good: f"Continue: {has_good}.",
+    )
+    metrics = lambda step: (
+        BROKEN | {"loss": np.float32(np.nan)} if step in skipped else FINE | {"loss": 1.0}
+    )
+    with pytest.raises(SystemExit, match="86"):
+        train(guard, make_state(manager.mesh), steps, metrics)
+    return said[-1]
+
+
+def test_no_state_is_saved_that_skipped_steps_could_not_change_and_the_last_good_one_is_named(
+    manager, said
+):
+    told = until_skipped(manager, said, {2, 6, 7, 8})
+    assert manager.steps() == (3, 4), "2 waits for a finite step, 6 and 8 are not saved"
+    assert told.endswith("were skipped. The checkpoint of step 4 is intact. Continue: True.")
+    (manager.directory / "4").rename(manager.directory / "4.abandoned")
+    told = until_skipped(manager, said, {4, 5, 6}, range(4, 13))
+    assert "first step" not in told, "it was resumed"
+    assert told.endswith(
+        "Checkpoint 3: the state from which these steps were not finite, so that those after a resume may not be "
+        "either. There is no earlier one. No step since the resume has made an update, so its learning rate is not the "
+        "cause. Begin again with overwrite=True. If it ends so again, look at the rows of these steps: inputs, masks and "
+        "weights must be finite."
+    )
+
+
+def test_a_checkpoint_from_which_no_step_is_finite_is_to_be_renamed(manager, said):
+    told = until_skipped(manager, said, {5, 6, 7})
+    assert manager.steps() == (2, 4)
+    assert told.endswith(
+        f"In {manager.directory} rename 4 to 4.abandoned: a resume then reads the checkpoint of step 2, which is intact. "
+        "Continue: True."
+    )
+    told = until_skipped(manager, said, {5, 6, 7}, range(5, 13))
+    assert f"In {manager.directory} rename 4 to 4.abandoned: a resume then reads" in told
+    assert "so its learning rate is not the cause. Resume again." in told
+    (manager.directory / "4").rename(manager.directory / "4.abandoned")
+    assert manager.latest() == 2
+
+
+def test_a_run_that_is_asked_to_stop_saves_after_a_skipped_step_too(manager, said):
+    guard = Guard(manager, num_steps=9, save_every=1, say=said.append)
+    guard._agreed.ask("SIGTERM")
+    with pytest.raises(SystemExit, match="75"):
+        train(guard, make_state(manager.mesh), range(1, 9), lambda step: BROKEN)
+    assert len(manager.steps()) == 1
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])

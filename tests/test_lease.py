@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -287,6 +288,29 @@ def test_a_folder_made_for_a_lease_goes_with_it_unless_something_was_written(tmp
     assert tmp_path.exists()
     quick(tmp_path / "run").take()
     assert numbers(tmp_path / "run") == [2]
+
+
+def test_a_start_that_is_refused_leaves_the_lease_of_the_run_before_as_it_was(tmp_path, quick):
+    (tmp_path / "metrics.jsonl").touch()
+    for before in (replace(HERE, start="0"), replace(HERE, released=True), None):
+        if before is not None:
+            put(tmp_path, before, 7)
+        lease = quick(tmp_path)
+        lease.is_begun = False
+        lease.take()
+        assert owner_of(tmp_path)["token"] == this_process().token
+        lease.release()
+        assert Lease(tmp_path).newest()[1] == before
+        shutil.rmtree(tmp_path / ".lease", ignore_errors=True)
+    first, second = quick(tmp_path), quick(tmp_path)
+    first.take()
+    second.is_begun = False
+    second.take()
+    second.release()
+    first.check()
+    assert not owner_of(tmp_path)["released"], "the other one of this process holds it"
+    first.release()
+    assert owner_of(tmp_path)["released"]
 
 
 def test_a_lease_that_was_never_taken_forbids_nothing(tmp_path, quick):

@@ -142,6 +142,34 @@ def test_steps_that_are_seen_to_have_ended_together_have_equal_parts_of_the_time
     assert seconds == [0.5] * 4
 
 
+@pytest.mark.parametrize("is_evaluated", [False, True])
+def test_steps_of_a_run_that_have_ended_together_have_equal_parts_too(
+    tmp_path, monkeypatch, is_evaluated
+):
+    """``Run.log`` and an evaluation write the line of the step before first, and know whether the next step has ended."""
+    mesh, batch = jaxpar.make_mesh(), tiny.make_batch()
+    sgd = optax.sgd(0.1)
+    step = jaxpar.make_train_step(jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh), sgd)
+    shardings = tiny.shardings(mesh, tiny.make_params())
+    clock = SimpleNamespace(now=0.0)
+    with Run(BasicFlags.of(out_dir=tmp_path, steps=4), mesh, {}) as run:
+        run.restore(tiny.init, jax.random.key(0), sgd, mesh, shardings)
+        train_step = run.compile(step, jaxpar.shard_batch(batch, mesh))
+        state = run.begin()
+        time = SimpleNamespace(perf_counter=lambda: clock.now)
+        monkeypatch.setattr("jaxpar.metrics.log.time", time)
+        for number in run.steps():
+            state, _ = train_step(state, jaxpar.shard_batch(batch, mesh))
+            clock.now += 0.5
+            metrics = {"loss": OnDevice(clock, clock.now + (0.25 if number % 2 == 0 else 0))}
+            if is_evaluated and number == 1:
+                with run.evaluation(metrics):
+                    clock.now += 40
+            run.log(number, state, metrics)
+    seconds = [line["step_seconds"] for line in read_metrics(tmp_path / "metrics.jsonl")]
+    assert seconds == [0.5] * 4
+
+
 @pytest.mark.full
 def test_the_rate_of_a_run_is_that_of_its_items_or_else_of_steps(tmp_path):
     mesh, batch = jaxpar.make_mesh(), tiny.make_batch()
@@ -263,6 +291,17 @@ def test_a_metric_with_the_name_of_a_column_of_the_log_is_refused(tmp_path, name
     )
     with MetricsLog(tmp_path, 2, items_per_step=8) as log, pytest.raises(ValueError, match=message):
         log.log(0, {"loss": 1.0, name: 2.0})
+
+
+def test_a_resumed_run_says_which_lines_before_it_are_missing(tmp_path, capfd):
+    """As after a full disk, which may have held the checkpoint of a later step."""
+    for first_step, missing in ((0, ""), (2, ""), (5, "step 5"), (9, "steps 7 to 9")):
+        with MetricsLog(tmp_path, 10, items_per_step=1, first_step=first_step) as log:
+            for step in range(first_step, first_step + (1 if first_step == 5 else 2)):
+                log.log(step, {"loss": 1.0})
+        told = f"has no lines of {missing}, which were trained" if missing else ""
+        assert told in capfd.readouterr().err
+        assert (told == "") == (first_step < 5)
 
 
 def test_a_resumed_run_goes_on_behind_the_lines_of_its_steps(tmp_path):

@@ -540,6 +540,17 @@ def test_a_resumed_run_has_all_steps_and_says_where_it_began(data, tmp_path):
     assert "<dt>resumed</dt><dd>from step 3</dd>" in (tmp_path / "report.html").read_text()
 
 
+def test_steps_before_a_resume_count_as_done_where_their_lines_are_missing(data, tmp_path):
+    log_run(tmp_path, data | {"num_steps": 9})
+    assert "without metrics" not in (tmp_path / "report.html").read_text()
+    watchers = [ReportWriter(tmp_path, lambda: data | {"num_steps": 9})]
+    with MetricsLog(tmp_path, 9, items_per_step=8, first_step=9, watchers=watchers):
+        pass
+    shown = (tmp_path / "report.html").read_text()
+    assert "<dt>steps</dt><dd>9 of 9</dd>" in shown
+    assert "<dt>steps without metrics</dt><dd>5</dd>" in shown
+
+
 def test_data_that_cannot_be_gathered_do_not_end_a_run(step, tmp_path):
     _, state, mesh = step
     found = step_data(

@@ -35,6 +35,7 @@ from jaxpar.run.messages import remark_on_first_step, say, say_written
 from jaxpar.run.start import advice_on_finite_steps, check_processes, first_state
 from jaxpar.run.traits import Traits, numbers_of
 from jaxpar.runtime.lease import this_process
+from jaxpar.runtime.life import LifeWatch
 from jaxpar.runtime.output import logging_kept
 from jaxpar.runtime.uncaught import exit_code_of
 from tests.support.leases import put
@@ -92,7 +93,7 @@ def test_processes_that_begin_with_different_params_are_refused(monkeypatch):
 def test_a_run_of_ones_own_is_told_how_to_go_on_in_its_own_words(tmp_path):
     flags = BasicFlags.of(out_dir=tmp_path, checkpoint_every=2)
     with Run(flags, jaxpar.make_mesh()) as run:
-        advice = advice_on_finite_steps(run.flags, run._remedy, run._settings)
+        advice = advice_on_finite_steps(run._remedy, run._settings)
         assert (
             "with another, add resume=True. To begin again, add overwrite=True. If it ends so again, look at"
             in advice
@@ -101,7 +102,7 @@ def test_a_run_of_ones_own_is_told_how_to_go_on_in_its_own_words(tmp_path):
     with Run(flags, jaxpar.make_mesh(), {"learning_rate": 0.1}) as run, given_by(names):
         assert (
             "another, add --resume --allow-change learning_rate. To begin again, add --overwrite."
-            in advice_on_finite_steps(run.flags, run._remedy, run._settings)
+            in advice_on_finite_steps(run._remedy, run._settings)
         )
 
 
@@ -445,6 +446,20 @@ def trained(flags, optimizer, num_rows=4, settings=None, steps=2):
     return [line for line in said if "saved run" in line or "no step is left" in line]
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_killed_run_is_still_known_as_killed_after_a_start_that_is_refused(tmp_path, resume):
+    """As one without --resume is, and one that resumes with other settings."""
+    flags = BasicFlags.of(out_dir=tmp_path, steps=2, checkpoint_every=1)
+    trained(flags, optax.sgd(0.1), settings={"rows": 4})
+    assert LifeWatch(tmp_path).look().state == "ended"
+    put(tmp_path, dataclasses.replace(this_process(), start="0", token="another"), 9)
+    with pytest.raises(ValueError, match=r"new run needs a folder|rows"):
+        trained(flags.replace(resume=resume), optax.sgd(0.1), settings={"rows": 5})
+    assert LifeWatch(tmp_path).look().state == "killed"
+    trained(flags.replace(resume=True, steps=3), optax.sgd(0.1), settings={"rows": 4})
+    assert LifeWatch(tmp_path).look().state == "ended"
+
+
 @pytest.mark.parametrize("is_left_out", [True, False])
 def test_metrics_of_some_steps_alone_are_told_to_need_an_evaluation(tmp_path, is_left_out):
     mesh, said = jaxpar.make_mesh(), []
@@ -470,10 +485,10 @@ def test_a_step_is_timed_before_anything_waits_for_the_next_one(tmp_path, monkey
     events = []
     flushed, checked = MetricsLog.flush, CallOrder.check_state
 
-    def flush(log):
+    def flush(log, *following):
         if log._pending is not None:
             events.append(("written", log._pending[0]))
-        flushed(log)
+        flushed(log, *following)
 
     def check_state(order, step, done, say):
         events.append(("waited for", step))

@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -1270,6 +1271,26 @@ def test_a_server_opens_the_next_step_where_a_run_deletes_the_one_that_it_reads(
     )
     assert opened == [None, None]
     assert capfd.readouterr().err == "it was deleted. The newest step is read now.\n"
+
+
+def test_a_run_is_served_with_its_own_copy_of_the_tokenizer(tmp_path):
+    """Not with the folder that it was given, which may have been edited or be gone; only a run without a copy reads that."""
+    config = dataclasses.replace(serving.CONFIG, vocab_size=512, tokens=None)
+    serving.write_gpt_run(tmp_path / "run", config)
+    named = write_tokenizer(tmp_path / "named")
+    about = {"model": "tiny", "tokenizer": str(named)}
+    (tmp_path / "run/config.json").write_text(json.dumps(about))
+
+    def end_of_served():
+        served = open_run.open_model(tmp_path / "run", open_run.ModelSettings())
+        return served.endpoints[0].make_reply.__self__.model.tokenizer.end
+
+    ends = [end_of_served()]
+    write_tokenizer(tmp_path / "run/model", eos_token="<|begin|>")
+    ends.append(end_of_served())
+    shutil.rmtree(named)
+    ends.append(end_of_served())
+    assert ends == [2, 0, 0]
 
 
 def test_what_is_not_modelled_is_refused_unless_it_is_ignored_and_dropout_is(tmp_path):

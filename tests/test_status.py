@@ -76,6 +76,25 @@ def test_a_step_that_is_timed_late_does_not_make_the_rate_of_a_line():
     assert status.values()["tokens_per_second"] == 2048.0
 
 
+def test_a_line_without_a_new_step_keeps_the_rate_of_the_line_before():
+    """The last step alone may look many times as fast."""
+    seen = []
+    enough = threading.Semaphore(0)
+
+    def say(values):
+        seen.append(values)
+        enough.release()
+
+    status = StatusLines(300, seconds=0.01, say=say, clock=Clock())
+    status.open(0)
+    for seconds in (0.75, 0.25):
+        status.written(LINE | {"step_seconds": seconds, "tokens_per_second": 1024 / seconds})
+    with status:
+        for _ in range(4):
+            assert enough.acquire(timeout=WAIT_SECONDS)
+    assert {values["tokens_per_second"] for values in seen} == {2048.0}
+
+
 def test_before_it_trains_a_run_returns_to_no_earlier_phase():
     clock, phases = Clock(), []
     status = lines(clock, [])

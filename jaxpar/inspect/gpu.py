@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from jaxpar.gpus import GPUS, Gpu
+from jaxpar.gpus import Gpu, gpu_of
 from jaxpar.inspect.costs import (
     CALLS,
     VIEWS,
@@ -81,11 +81,6 @@ class Work:
         return self.times * max(
             self.flops / (self.rate * peak_flops), self.num_bytes / memory_bandwidth
         )
-
-
-def gpu_of(device_kind: str) -> Gpu | None:
-    """Returns the GPU to which the driver gives this name, "NVIDIA H100 80GB HBM3" say; None without a datasheet of it."""
-    return next((gpu for gpu in GPUS.values() if gpu.driver_name == device_kind), None)
 
 
 def kind_of(module: Module, instruction: Instruction, flops: int | float) -> str:

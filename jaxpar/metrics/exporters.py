@@ -23,13 +23,15 @@ from typing import Any
 import jax
 
 from jaxpar.fields import arg
-from jaxpar.gpus import GPUS
+from jaxpar.gpus import GPUS, gpu_of
 from jaxpar.metrics.lines import Number
 from jaxpar.runtime.host_names import with_port
 from jaxpar.runtime.output import needing_extra, tell
 from jaxpar.runtime.page_server import PageServer
 
 SECONDS_TO_FLUSH = 60.0  # after which TensorBoard sees new values
+# Other forms of these GPUs that their datasheet gives the same peak. An H100 or H200 for PCIe has a smaller one.
+SAME_PEAK = {"NVIDIA A100-PCIE-40GB": "a100-40gb", "NVIDIA A100 80GB PCIe": "a100-80gb"}
 COUNTED = {"skipped": "Steps that changed nothing, since their loss or gradients were not finite."}
 
 
@@ -75,7 +77,8 @@ class PrometheusExporter(Watcher):
             name it (``localhost``, ``127.0.0.1``). There is no authentication.
         num_saves: Returns how many checkpoints this process has saved.
         flops_per_step: The useful FLOPs per step of all devices together, for the MFU.
-        peak_flops: The peak FLOPs per second of all devices together; by default from the kind of device.
+        peak_flops: The peak FLOPs per second of all devices together; by default from the kind of device, if it is one of
+            ``gpus.toml``.
         began: When the run began, in ``time.monotonic()``, for the goodput; by default now.
 
     Raises:
@@ -172,12 +175,10 @@ class PrometheusExporter(Watcher):
 
 
 def _peak_flops() -> float | None:
+    """Returns the peak of all devices; None where no datasheet is known of their kind, by its whole name."""
     kind = jax.devices()[0].device_kind
-    peak = next(
-        (gpu.peak_flops for gpu in GPUS.values() if gpu.name.partition("-")[0].upper() in kind),
-        None,
-    )
-    return None if peak is None else peak * jax.device_count()
+    gpu = GPUS[SAME_PEAK[kind]] if kind in SAME_PEAK else gpu_of(kind)
+    return None if gpu is None else gpu.peak_flops * jax.device_count()
 
 
 class TensorBoardWriter(Watcher):

@@ -36,7 +36,8 @@ class MetricsLog:
     ``with`` missing lines raise an OSError, or are reported if another exception ends it. A loss that jumps is reported too.
 
     Args:
-        out_dir: The folder of the file; a resumed run appends to it, after the lines of steps before ``first_step``.
+        out_dir: The folder of the file; a resumed run appends to it, after the lines of steps before ``first_step``, and prints
+            which of the last of these are missing.
         num_steps: The step at which the run ends.
         items_per_step: The number of items that a step processes, for the rate.
         items: Their name, as in ``rows_per_second``.
@@ -70,14 +71,27 @@ class MetricsLog:
 
     def __enter__(self) -> "MetricsLog":
         if self._is_first_process:
-            self._file = LineFile(
-                self.path, _lines_before(self.path, self._first_step, self._jumps)
-            )
+            before = lines_before(self.path, self._first_step)
+            self._file = LineFile(self.path, self._lines_taken(before))
         self._progress = self._progress_bar() if self._is_first_process and is_terminal() else None
         for watcher in self._watchers:
             watcher.open(self._first_step)
         self._then = time.perf_counter()
         return self
+
+    def _lines_taken(self, before: Iterator[tuple[bytes, dict[str, Number]]]) -> Iterator[bytes]:
+        """Yields the lines before this run's, with whose losses its own are compared; says if the last are missing."""
+        done = 0
+        for text, line in before:
+            self._jumps.usual_before(line.get("loss"))
+            done = int(line["step"]) + 1
+            yield text
+        if done < self._first_step:
+            steps = "step" if done + 1 == self._first_step else f"steps {done + 1:,} to"
+            tell(
+                f"{self.path} has no lines of {steps} {self._first_step:,}, which were trained: the checkpoint has their "
+                "updates, and their metrics are lost"
+            )
 
     def log(self, step: int, metrics: Mapping[str, jax.Array | Number]) -> None:
         """Accepts the metrics of ``step`` as the train step returns them, and writes those of the previous step.
@@ -95,8 +109,8 @@ class MetricsLog:
                 "metrics | {...}."
             )
         check_names(metrics, (*OF_LOG, f"{self._items}_per_second"))
-        is_done = all(map(is_computed, metrics.values()))  # as on a device for which the host waits
-        self._write_pending(also_ended=int(is_done))
+        self.flush(metrics)
+        is_done = _are_computed(metrics)  # as on a device for which the host waits
         self._pending = (step, metrics)
         self._ended = time.perf_counter() if is_done else None
         for watcher in self._watchers:
@@ -110,7 +124,7 @@ class MetricsLog:
             metrics: What the train step returned. The block begins when they are computed, and what it dispatches to the
                 devices must be computed when it ends.
         """
-        self.flush()
+        self.flush(metrics)
         jax.block_until_ready(metrics)
         began = (
             time.perf_counter() if self._pause is None else self._pause[0]
@@ -118,12 +132,13 @@ class MetricsLog:
         yield
         self._pause = (began, time.perf_counter())
 
-    def flush(self) -> None:
-        """Writes the metrics that were accepted last, once their step has ended."""
-        self._write_pending(also_ended=0)
+    def flush(self, following: Mapping[str, jax.Array | Number] | None = None) -> None:
+        """Writes the metrics that were accepted last, once their step has ended.
 
-    def _write_pending(self, *, also_ended: int) -> None:
-        """Writes the pending metrics; steps after theirs that have ended too have equal parts of the time."""
+        Args:
+            following: What the train step after it returned, if that is dispatched: if they are computed as soon as the host
+                sees that its step has ended, the time of both steps is shared, since it is not known when the first one ended.
+        """
         if self._pending is None:
             return
         step, metrics = self._pending
@@ -134,7 +149,8 @@ class MetricsLog:
         ended = self._ended
         if ended is None:
             now = time.perf_counter()
-            ended = now - (now - self._then) * also_ended / (1 + also_ended)
+            is_shared = following is not None and _are_computed(following)
+            ended = (self._then + now) / 2 if is_shared else now
         ended, resumed = self._pause or (ended, ended)
         seconds, self._then, self._pause = ended - self._then, resumed, None
         rate = self._items_per_step / seconds
@@ -201,13 +217,6 @@ class MetricsLog:
             tell(missing.strerror or str(missing))
 
 
-def _lines_before(path: Path, step: int, jumps: Jumps) -> Iterator[bytes]:
-    """Yields ``lines_before``; ``jumps`` takes their losses, with which those of the following steps are compared."""
-    for text, line in lines_before(path, step):
-        jumps.usual_before(line.get("loss"))
-        yield text
-
-
 OF_A_MODEL = "that of a model"
 
 
@@ -263,9 +272,18 @@ def copy_shared(metrics: Mapping[str, Any], state: PyTree) -> dict[str, Any]:
     return {name: kept(value) for name, value in metrics.items()}
 
 
+def _are_computed(metrics: Mapping[str, Any]) -> bool:
+    """Returns whether all metrics have their values, but for those that a step has donated, which are refused later."""
+    return all(is_computed(value) for value in metrics.values() if not _is_deleted(value))
+
+
+def _is_deleted(value: Any) -> bool:
+    return isinstance(value, jax.Array) and value.is_deleted()
+
+
 def _check_kept(metrics: Mapping[str, Any]) -> None:
     for name, value in metrics.items():
-        if isinstance(value, jax.Array) and value.is_deleted():
+        if _is_deleted(value):
             raise ValueError(
                 f"a metric must be there until its line is written, after the next step; got {name!r}, an array that a step "
                 "has donated. Log a copy: jnp.copy(...), made before that step."

@@ -65,6 +65,7 @@ class StatusLines(Watcher):
         self._line: Mapping[str, Number] = {}
         self._first_step, self._written_at = 0, self._began
         self._since_last = deque[tuple[float, dict[str, Number]]](maxlen=MOST_STEPS)
+        self._last_rates: dict[str, float] = {}  # of the last line with a new step
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="jaxpar-status", daemon=True)
 
@@ -121,8 +122,8 @@ class StatusLines(Watcher):
     def values(self) -> dict[str, Any]:
         """Returns the values of a line: ``phase``, seconds of the run and of the phase, and while it trains the last step's.
 
-        Its rate is the mean of the steps since the line before. While no step comes for long, ``seconds_without_step``
-        replaces it.
+        Its rate is the mean of the steps since the line before, or without one that of the line before. While no step comes
+        for long, ``seconds_without_step`` replaces it.
         """
         now = self._clock()
         name, began = self._phases[-1]
@@ -141,7 +142,8 @@ class StatusLines(Watcher):
             if waited > max(LINES * self._seconds, STEPS * line.get("step_seconds", 0.0)):
                 found["seconds_without_step"] = round(waited, 1)
             else:
-                found |= self._mean_rates() or _rates(line)
+                self._last_rates = self._mean_rates() or self._last_rates
+                found |= self._last_rates
             found["seconds_left"] = round(each * max(self._num_steps - done, 0), 1)
         return found
 

@@ -370,9 +370,10 @@ def metrics(lines: Sequence[Mapping[str, Number]]) -> dict[str, Any]:
         lines: The lines of metrics.jsonl, as ``read_metrics`` returns them.
 
     Returns:
-        "num_steps_done"; "curves": for each column its "steps" taken and "values", each the mean of "mean_of" lines; "rows":
-        for each column its first, lowest, highest, median and last finite value, and how many are not finite; "jumps": the
-        last steps whose loss was far above that of the steps before, and "num_jumps", how many there were.
+        "num_steps_done"; "num_lines", fewer where some could not be written; "curves": for each column its "steps" taken and
+        "values", each the mean of "mean_of" lines; "rows": for each column its first, lowest, highest, median and last finite
+        value, and how many are not finite; "jumps": the last steps whose loss was far above that of the steps before, and
+        "num_jumps", how many there were.
     """
     jumps = find_jumps(lines)
     names = list(dict.fromkeys(name for line in lines for name in line if name != "step"))
@@ -382,6 +383,7 @@ def metrics(lines: Sequence[Mapping[str, Number]]) -> dict[str, Any]:
     }
     return {
         "num_steps_done": int(lines[-1]["step"]) + 1 if lines else 0,
+        "num_lines": len({line["step"] for line in lines}),
         "curves": {name: _curve(points) for name, points in columns.items()},
         "rows": {name: _row(points) for name, points in columns.items()},
         "jumps": jumps[-MAX_JUMPS:],

@@ -179,13 +179,16 @@ def _progress(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     found = data.get("metrics")
     if found is None:
         return
-    done, end, rows = found["num_steps_done"], data.get("num_steps"), found["rows"]
+    end, rows = data.get("num_steps"), found["rows"]
+    done = max(found["num_steps_done"], data.get("first_step") or 0)
     yield "steps", f"{done:,}" + (f" of {end:,}" if end else "")
     state, text = data.get("life", RUNNING)
     if state != "running" and not (state in ("ended", "unknown") and done == end):
         yield "state", text
     if data.get("first_step"):
         yield "resumed", f"from step {data['first_step']:,}"
+    if missing := done - found["num_lines"]:
+        yield "steps without metrics", f"{missing:,}"
     for name, row in rows.items():
         if row.get("last") is not None and (
             name == "loss" or name in ("test_loss", "test_accuracy")

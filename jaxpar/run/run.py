@@ -273,6 +273,7 @@ class Run(AbstractContextManager["Run"]):
             )
         )
         state = first_state(make_state or self._init) if self._state is None else self._state
+        self.checkpoints.lease.is_begun = True
         self._state = None  # the first step donates it
         if (
             self.flags.common.overwrite
@@ -317,7 +318,9 @@ class Run(AbstractContextManager["Run"]):
                 before_save=self._before_save,
                 at_end=lambda step, *of_step: self._call(step - 1, *of_step, at_end=True),
                 at_stop=self._draw_what_there_is,
-                remedy=advice_on_finite_steps(self.flags, self._remedy, self._settings),
+                remedy=lambda has_checkpoint: advice_on_finite_steps(
+                    self._remedy, self._settings, has_checkpoint=has_checkpoint
+                ),
             )
         )
         self._began = time.perf_counter()
@@ -382,7 +385,7 @@ class Run(AbstractContextManager["Run"]):
         self._order.check_next(step)
         check_not_donated(state)
         # What follows may wait for this step, whose time the step before would be given.
-        self._log.flush()
+        self._log.flush(metrics)
         metrics = copy_shared(metrics, state)
         best = (self.flags.checkpoint.keep_best or "").removeprefix("-")
         self._named |= {*metrics}

@@ -14,6 +14,7 @@ from jaxpar.checkpoint.checksums import diverged_replicas
 from jaxpar.checkpoint.folder import Folder
 from jaxpar.checkpoint.state import as_numbers
 from jaxpar.fields import arg, switch
+from jaxpar.guard import OF_ROWS
 from jaxpar.inspect.text import bytes_text
 from jaxpar.mesh import OF_ZERO, arrange, check_every_process_takes_part, idle_text, shown_sizes
 from jaxpar.run import folder
@@ -44,13 +45,23 @@ def open_checkpoints(flags: RunFlags, mesh: jax.sharding.Mesh) -> CheckpointMana
     kept = {name: getattr(flags.checkpoint, name) for name in ("keep", "keep_every", "keep_best")}
     _check_same_start(flags)
     folder.check_own_config(common.out_dir)
-    lease = Lease(common.out_dir)
+    lease = Lease(common.out_dir, is_begun=False)
     checkpoints = CheckpointManager(
         directory, mesh, **kept, save_seconds=flags.budget.save, lease=lease
     )
     if not common.dry_run:
         checkpoints.own()
-    latest = checkpoints.latest()
+    try:
+        _check_start(flags, checkpoints)
+    except BaseException:
+        checkpoints.disown()
+        raise
+    return checkpoints
+
+
+def _check_start(flags: RunFlags, checkpoints: CheckpointManager) -> None:
+    """Raises FileNotFoundError or ValueError unless a run can begin in its folder, or resume there."""
+    common, latest = flags.common, checkpoints.latest()
     if common.resume and not checkpoints.has_any():
         raise FileNotFoundError(
             f"{switch('resume')} needs a checkpoint; got none in {checkpoints.directory}. Name a run's folder by "
@@ -63,7 +74,6 @@ def open_checkpoints(flags: RunFlags, mesh: jax.sharding.Mesh) -> CheckpointMana
         )
     if not (common.resume or common.overwrite or common.dry_run):
         _check_new(flags, checkpoints, latest)
-    return checkpoints
 
 
 def _check_same_start(flags: RunFlags) -> None:
@@ -184,16 +194,14 @@ def first_state(make_state: Callable[[], jaxpar.TrainState]) -> jaxpar.TrainStat
     return state
 
 
-def advice_on_finite_steps(flags: RunFlags, remedy: str, settings: Mapping[str, Any]) -> str:
+def advice_on_finite_steps(
+    remedy: str, settings: Mapping[str, Any], *, has_checkpoint: bool = True
+) -> str:
     """Returns a remedy with what to set for another try: the flags of a command, or the arguments of a script."""
-    common, saves = flags.common, flags.checkpoint.checkpoint_minutes
-    if common.checkpoint_every or saves or common.resume:
+    if has_checkpoint:
         allowed = f" {arg('allow_change')} learning_rate" if "learning_rate" in settings else ""
         remedy += f" To continue from a checkpoint with another, add {switch('resume')}{allowed}."
-    return (
-        f"{remedy} To begin again, add {switch('overwrite')}. If it ends so again, look at the rows "
-        "of these steps: inputs, masks and weights must be finite."
-    )
+    return f"{remedy} To begin again, add {switch('overwrite')}. {OF_ROWS}"
 
 
 def without_saves(flags: RunFlags, first_step: int) -> str:

@@ -102,6 +102,8 @@ class Lease:
             written to it.
         remedy: What to do where another process holds it; None: as for the folder of a run.
         is_kept: Whether the lease stays in the folder after it was released, for those who ask whether the run still runs.
+        is_begun: Whether the run begins with the lease; if not, set it once the run has passed its checks. A start that is
+            refused before leaves the lease of the run before as it was, which may have been killed.
 
     Attributes:
         lost: A message that names the run which took the folder from this process; empty if it was not lost.
@@ -109,16 +111,22 @@ class Lease:
     """
 
     def __init__(
-        self, folder: Path | str, *, remedy: str | None = None, is_kept: bool = True
+        self,
+        folder: Path | str,
+        *,
+        remedy: str | None = None,
+        is_kept: bool = True,
+        is_begun: bool = True,
     ) -> None:
         self.folder = Path(folder).absolute()
-        self._remedy, self._is_kept = remedy, is_kept
+        self._remedy, self._is_kept, self.is_begun = remedy, is_kept, is_begun
         self._files = self.folder / NAME
         self.lost = ""
         self.when_lost: Callable[[], None] = lambda: None
         self._lock = threading.RLock()
         self._me: Owner | None = None  # as it was last written; None: not taken
         self._number, self._is_wanted = 0, False
+        self._before: Owner | None = None  # who had it, as a start that is refused leaves it
         self._silent = (
             ""  # the token of the owner from whom it was taken since its beats stood still
         )
@@ -153,6 +161,7 @@ class Lease:
                 self._number, self._me = (
                     newest  # another Lease of this process has taken the folder, and shares it
                 )
+                self._before = owner
                 return
             if newest != seen:
                 has_beaten, seen, quiet_since = seen is not None, newest, now
@@ -162,6 +171,7 @@ class Lease:
             is_stale = not is_here and is_silent
             if number == 0 or is_stale or (owner is not None and owner.is_gone()):
                 if self._create(number + 1):
+                    self._before = owner
                     self._silent = owner.token if is_stale and owner is not None else ""
                     return
             elif now - begun >= PATIENCE_SECONDS and (is_here or has_beaten):
@@ -184,9 +194,11 @@ class Lease:
                 _taken.remove(self)
             with contextlib.suppress(OSError):
                 if self._me is not None and not self.lost and self._is_mine():
-                    self._write(replace(self._me, released=True))
+                    before = None if self.is_begun else self._before
+                    self._write(before or replace(self._me, released=True))
                     is_empty = os.listdir(self.folder) == [NAME]
-                    if is_empty or not self._is_kept:
+                    is_kept = self._is_kept and (self.is_begun or before is not None)
+                    if is_empty or not is_kept:
                         self._path(self._number).unlink()
                         self._files.rmdir()
                     for made in self._made if is_empty else ():

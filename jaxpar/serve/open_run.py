@@ -162,10 +162,17 @@ def _digits(folder: Path, config: dict[str, Any], step: int | None) -> PyTree:
 
 def _gpt_run(folder: Path, name: str, settings: ModelSettings) -> Served:
     run = open_run(folder, settings.step, keeps_codes=True)
-    named = read_json(folder / CONFIG).get("tokenizer") if (folder / CONFIG).is_file() else None
     run = replace(run, params=_on_device(run.params, param_table(run.config), settings.dtype))
-    place = Path(named) if isinstance(named, str) else run.source
+    place = _place_of_tokenizer(folder, run.source)
     return _language_model(run, place, name, f"step {run.step} of {folder.name}", settings)
+
+
+def _place_of_tokenizer(folder: Path, source: Path) -> Path:
+    """Returns the folder of a run's tokenizer: its own copy, or where it has none the folder that it was given."""
+    if has_tokenizer(source) or not (folder / CONFIG).is_file():
+        return source
+    named = read_json(folder / CONFIG).get("tokenizer")
+    return Path(named) if isinstance(named, str) else source
 
 
 def _pretrained(folder: Path, name: str, settings: ModelSettings) -> Served:

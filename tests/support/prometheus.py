@@ -34,14 +34,18 @@ ACTION = re.compile(rf"\s*(or\s+{VALUE}\s+)?{VALUE}(\s*\|\s*{FUNCTION})*\s*")
 
 
 def metrics_of(query):
-    """Returns the names of the metrics that a query of Prometheus, or of a variable of Grafana, asks for."""
+    """Returns the names of the metrics that a query of Prometheus, or of a variable of Grafana, asks for.
+
+    Of names that are given by a pattern it returns the pattern.
+    """
     if asked := re.fullmatch(r"label_values\((.*), *\w+\)", query):
         query = asked[1]
     found = set()
 
     def visit(node):
         if isinstance(node, promql_parser.VectorSelector):
-            found.add(node.name)
+            by_pattern = {each.value for each in node.matchers.matchers if each.name == "__name__"}
+            found.update({node.name} if node.name else by_pattern)
         if isinstance(node, promql_parser.MatrixSelector):
             found.add(node.vector_selector.name)
         return True
