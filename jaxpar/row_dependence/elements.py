@@ -44,7 +44,7 @@ def elementwise(op: Operation, given: Values, at: int = 0) -> Value:
         what = "each row depends on the number of rows"
         return op.mixed(given, what, at, is_sure=op.reads_floats())
     span = spans.pop()
-    made = op.rows_at(given, span)
+    made = op.rows_at(given, span, at=at)
     if made.why or not _differs_by_part(op, given, span, at):
         return made
     return replace(made, place=Place.OTHER, why=op.told(SOME_OTHERWISE))
@@ -238,7 +238,7 @@ def chosen(op: Operation, given: Values, at: int = 0) -> Value:
         why = made.why or op.told("which case is chosen depends on the number of rows")
         return replace(made, why=why, growth=None if made.is_free else made.growth)
     if condition.is_free and condition.place:
-        return _by_place(op, made, given)
+        return _by_place(op, made, given, at)
     if condition.is_free:
         is_by_part = made.kind is Kind.ROWS and _differs_by_part(op, [condition], made.rows, at)
         return replace(made, why=made.why or op.told(SOME_OTHERWISE)) if is_by_part else made
@@ -250,11 +250,11 @@ def chosen(op: Operation, given: Values, at: int = 0) -> Value:
     return both
 
 
-def _by_place(op: Operation, made: Value, given: Values) -> Value:
+def _by_place(op: Operation, made: Value, given: Values, at: int) -> Value:
     """Of a case that is chosen by the place of each row, such as by a mask that is drawn from one key."""
     condition, *cases = given
     if made.kind is Kind.ROWS:
-        return op.rows_at([condition, made], made.span, made.growth)
+        return op.rows_at([condition, made], made.span, made.growth, at)
     if made.kind is Kind.SUM:
         why = made.why or op.told("each row has a weight by its place")
         return replace(made, why=why)

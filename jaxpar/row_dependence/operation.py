@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -68,6 +68,8 @@ class Operation:
         axis: The mesh axis that splits the rows; "" where none does in these jaxprs.
         num_joined: How many neighbouring rows no split parts; 0: groups of rows are not looked for.
         expressions: Those of the jaxpr for few rows.
+        known: The values of the variables before it in that jaxpr.
+        in_trip: Whether each trip of a loop around has other rows than the others.
     """
 
     few: Any
@@ -79,6 +81,8 @@ class Operation:
     axis: str = ""
     num_joined: int = 0
     expressions: Expressions = field(default_factory=lambda: Expressions([]))
+    known: Mapping[Any, Value] = field(default_factory=dict)
+    in_trip: bool = False
 
     @property
     def name(self) -> str:
@@ -206,7 +210,7 @@ class Operation:
 
     def free(self, given: Values, at: int = 0) -> Value:
         """Returns a result of values that do not depend on rows."""
-        has_rows = self.varying_out(at) or self.trips_vary
+        has_rows = self.varying_out(at) or self.in_trip
         place = max(v.place for v in given) if has_rows else Place.NONE
         is_same = place or all(v.growth == 1 for v in given)
         return Value(
@@ -222,6 +226,7 @@ class Operation:
         given: Values,
         span: Span | None,
         growth: float | None = 1.0,
+        at: int = 0,
     ) -> Value:
         """Returns a result that has rows at ``span``, each made of the same row; None: they are torn apart."""
         why = first_why(given)
@@ -229,9 +234,10 @@ class Operation:
             return self.unknown(
                 given,
                 why or self.told(MOVED_APART),
+                at,
             )
         place = max(v.place for v in given)
-        if place and self.is_float() and not why:
+        if place and self.is_float(at) and not why:
             why = self.told(
                 "it depends on the place of a row in its microbatch, where the batch can bring a key or number of each row"
             )
