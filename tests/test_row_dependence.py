@@ -160,6 +160,12 @@ ROWS = {
     "as many trips of each position": lambda p, h, y, t: jax.vmap(trips_of, (1, 0))(
         h, jnp.arange(5)
     ),
+    "halves with one param of several": lambda p, h, y, t: halves_with(
+        lambda x, _: x * p[None, 2:3], h
+    ),
+    "halves with their weights": lambda p, h, y, t: jnp.concatenate(
+        [a * b[:, None, None] for a, b in zip(jnp.split(h, 2), jnp.split(y, 2), strict=True)]
+    ),
     "chunks in a loop": lambda p, h, y, t: jax.lax.map(lambda x: x @ p, chunks_of(h)),
     "chunks with a copy of params": lambda p, h, y, t: in_chunks(
         lambda w, x: x * w, jnp.broadcast_to(p, (2, 1, 6)), h
@@ -190,6 +196,14 @@ SUMS = {
         None,
     ),
     "a sum of squares of sums of rows": (lambda p, h, y, t: jnp.sum(h.sum((1, 2)) ** 2), 1),
+    "the first of each pair": (
+        lambda p, h, y, t: jnp.sum(jnp.stack([y, 2 * y], 1).ravel()[::2]),
+        1,
+    ),
+    "pairs beside pairs": (
+        lambda p, h, y, t: jnp.sum(jnp.concatenate([y.reshape(-1, 2), y.reshape(-1, 2) ** 2], 1)),
+        1,
+    ),
     "the square of a norm": (lambda p, h, y, t: jnp.linalg.norm(h.reshape(-1)) ** 2, 1),
     "a number of right answers": (lambda p, h, y, t: jnp.sum(jnp.argmax(h, -1) == t), 1),
 }
@@ -809,6 +823,12 @@ def trips_of(row, number):
     return jax.lax.fori_loop(0, number, lambda i, c: jnp.tanh(c), row)
 
 
+def halves_with(treat, h):
+    """Each half of rows by itself, with the number of the half."""
+    n = len(h) // 2
+    return jnp.concatenate([treat(h[:n, 0], 0), treat(h[n:, 0], 1)])
+
+
 OF_OTHER_ROWS |= {
     # at indices that depend on the place of a row
     "a column by place": lambda p, h, y, t: jax.vmap(lambda row, at: row.at[at].set(0))(
@@ -852,6 +872,22 @@ OF_OTHER_ROWS |= {
             )[1]
         )(of_row(h))
     ),
+    # halves with params of their own
+    "halves by a stack": lambda p, h, y, t: (lambda w: halves_with(lambda x, at: x @ w[at], h))(
+        params_of(p)
+    ),
+    "halves by parts of params": lambda p, h, y, t: halves_with(
+        lambda x, at: x * p[None, at : at + 1], h
+    ),
+    "halves by keys": lambda p, h, y, t: (
+        lambda keys: halves_with(lambda x, at: x * jax.random.normal(keys[at]), h)
+    )(jax.random.split(jax.random.key(0), 2)),
+    "four parts": lambda p, h, y, t: jnp.concatenate(
+        [part * p[at] for at, part in enumerate(jnp.split(h, 4))]
+    ),
+    "halves by other columns": lambda p, h, y, t: halves_with(
+        lambda x, at: x[:, : 6 - 3 * at : 2 - at], h
+    ),
     # chunks in a loop
     "chunks with params": lambda p, h, y, t: in_chunks(lambda w, x: x @ w, params_of(p), h),
     "chunks with sums of params": lambda p, h, y, t: in_chunks(
@@ -868,6 +904,18 @@ OF_OTHER_ROWS |= {
     ),
     "chunks that are left out": lambda p, h, y, t: in_chunks(
         lambda is_kept, x: jnp.where(is_kept, x, 0), jnp.array([True, False]), h
+    ),
+    # groups of rows
+    "every other of a half": lambda p, h, y, t: jnp.sum(y[: len(y) // 2 : 2]),
+    "the first of pairs of a half": lambda p, h, y, t: jnp.sum(
+        jnp.stack([y, 2 * y], 1).ravel()[: len(y) : 2]
+    ),
+    "every other of four": lambda p, h, y, t: jnp.sum(y[:4:2]),
+    "pairs that are turned": lambda p, h, y, t: jnp.sum(
+        jnp.roll(y.reshape(-1, 2), 1, 1).ravel()[: len(y) // 2]
+    ),
+    "halves side by side": lambda p, h, y, t: jnp.sum(
+        jnp.concatenate([halves_of(y), 2 * halves_of(y)], 1).ravel()[: len(y)]
     ),
     # at indices that are others for each half
     "an element by half": lambda p, h, y, t: jnp.take_along_axis(
