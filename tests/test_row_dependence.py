@@ -151,6 +151,12 @@ ROWS = {
         0 * h,
         jnp.arange(5),
     )[0],
+    "a read at each position": lambda p, h, y, t: jax.lax.scan(
+        lambda c, at: (c.at[:, at].set(2 * h[:, at]), None), 0 * h, jnp.arange(5)
+    )[0],
+    "a write into each row of a loop": lambda p, h, y, t: jax.lax.map(
+        lambda x: x[0].at[2].set(x[1]).at[x[2][0]].add(x[1]), (h[:, 0], y, t)
+    ),
     "layers by an index": lambda p, h, y, t: jax.lax.scan(
         lambda c, at: (jnp.tanh(c @ jnp.outer(p, p)[None].repeat(2, 0)[at]), None),
         h,
@@ -196,6 +202,12 @@ SUMS = {
         None,
     ),
     "a sum of squares of sums of rows": (lambda p, h, y, t: jnp.sum(h.sum((1, 2)) ** 2), 1),
+    "a sum for each class in a loop": (
+        lambda p, h, y, t: jax.lax.scan(
+            lambda c, x: (c.at[x[1]].add(x[0]), None), jnp.zeros(9), (y, t[:, 0])
+        )[0],
+        1,
+    ),
     "the first of each pair": (
         lambda p, h, y, t: jnp.sum(jnp.stack([y, 2 * y], 1).ravel()[::2]),
         1,
@@ -856,6 +868,21 @@ OF_OTHER_ROWS |= {
     ),
     "a sum of a table": lambda p, h, y, t: jax.lax.map(
         lambda x: x[0] * x[1].sum(), (y, jnp.outer(jnp.arange(1.0, len(y) + 1), p))
+    ),
+    "classes by place in a loop": lambda p, h, y, t: scan_rows(
+        lambda c, x: c.at[x[1]].add(x[0]), jnp.zeros(3), (y, of_row(h))
+    ),
+    "sums at other places": lambda p, h, y, t: scan_rows(
+        lambda c, x: jnp.zeros(6).at[(jnp.arange(6) + 1) % 6].add(c) + x, jnp.zeros(6), h[:, 0]
+    ),
+    "a sum that is written": lambda p, h, y, t: scan_rows(
+        lambda c, x: (x * 0).at[1].add(c[0]), jnp.zeros(6), h[:, 0]
+    ),
+    "what the last row of a loop writes": lambda p, h, y, t: scan_rows(
+        lambda c, x: c.at[x[1]].set(x[0]), jnp.zeros(9), (y, t[:, 0])
+    ),
+    "a sum that is scaled": lambda p, h, y, t: scan_rows(
+        lambda c, x: c.at[x[1]].multiply(x[0]), jnp.zeros(9), (y, t[:, 0])
     ),
     # as many trips as the place says
     "trips by place": lambda p, h, y, t: jax.vmap(trips_of)(h, jnp.arange(len(h))),

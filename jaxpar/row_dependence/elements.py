@@ -221,6 +221,8 @@ def _is_small(value: Value) -> bool:
 def chosen(op: Operation, given: Values, at: int = 0) -> Value:
     """Of a condition that chooses between cases."""
     condition, *cases = given
+    if op.name == "select_n" and condition.number and len(set(condition.number)) == 1:
+        return cases[int(condition.number[0])]
     if condition.kind is Kind.MIXED and not condition.is_bound:
         return condition
     numbers = [v for v in cases if not _is_nan(v)]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from jaxpar.row_dependence.elements import (
     elementwise,
     joined,
+    with_growth,
 )
 from jaxpar.row_dependence.operation import (
     Operation,
@@ -13,6 +14,7 @@ from jaxpar.row_dependence.operation import (
 )
 from jaxpar.row_dependence.parts import sliced
 from jaxpar.row_dependence.values import (
+    CARRIED,
     MOVED,
     NONE,
     PUT_IN_ORDER,
@@ -139,6 +141,11 @@ def scattered(op: Operation, given: Values) -> Value:
     x, index, updates = given
     if index.kind > Kind.ROWS or all(v.is_free for v in given):
         return elementwise(op, given)
+    if updates.running:
+        return op.mixed([x, updates], CARRIED)
+    of_rows = [v for v in given if v.span]
+    if of_rows and all(v.in_loop for v in of_rows):
+        return _scattered_in_loop(op, x, index, updates)
     dims = op.varying_out()
     if not dims:
         return _scattered_without_rows(op, x, index, updates)
@@ -196,6 +203,16 @@ def _writes_by_part(op: Operation, given: Values, parts: Collection[int]) -> boo
 def _writes_in_rows(op: Operation, dims: Sequence[int]) -> bool:
     """Whether the index of each row writes into that row, since both have the dim of a batch."""
     return set(dims) <= set(op.params["dimension_numbers"].operand_batching_dims)
+
+
+def _scattered_in_loop(op: Operation, x: Value, index: Value, updates: Value) -> Value:
+    """Of what one row of a loop, or a sum over those so far, has of it: a row's own index writes into that row."""
+    if op.name == "scatter-mul":
+        return elementwise(op, [x, index, updates])
+    made = _at_places(op, joined(op, [x, updates], adds=op.name in ADDS), [index])
+    if index.is_free or made.running:
+        return replace(made, why=made.why or index.why)
+    return with_growth(elementwise(op, [index, with_growth(made, 1.0)]), made.growth)
 
 
 def _scattered_without_rows(op: Operation, x: Value, index: Value, updates: Value) -> Value:

@@ -125,7 +125,7 @@ TAKE_MIXED = frozenset(
 KEEP_RUNNING = frozenset(
     [
         *("add", "add_any", "sub", "mul", "div", "select_n"),
-        *("copy", "convert_element_type", "optimization_barrier"),
+        *("copy", "convert_element_type", "optimization_barrier", "scatter-add", "scatter-sub"),
     ]
 )
 
