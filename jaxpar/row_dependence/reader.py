@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import numpy as np
 from jaxtyping import PyTree
 
 from jaxpar._compat import (
@@ -39,6 +38,7 @@ from jaxpar.row_dependence.rules import (
     OF_NUMBERS,
     RULES,
     TAKE_MIXED,
+    computed,
 )
 from jaxpar.row_dependence.trips import (
     after_equal_trips,
@@ -65,7 +65,6 @@ from jaxpar.row_dependence.values import (
     Value,
     Values,
     first_why,
-    of_number,
 )
 
 _MOST_TRIPS = (
@@ -218,7 +217,7 @@ class Reader:
                 return made
             return in_doubt_by_gradient(replace(inside, is_backward=True).read, op, given, made)
         if op.name in OF_NUMBERS and given and all(v.number for v in given):
-            return [_computed(op, given)]
+            return [computed(op, given)]
         if op.name in DRAWS and all(v.is_free for v in given):
             is_same = all(v.growth == 1 for v in given)
             by_place = any(v.place for v in given)
@@ -447,14 +446,3 @@ def _passes_one(branches: Sequence[Any], at: int) -> bool:
         places = [i for i, operand in enumerate(branch.invars) if operand is out]
         passed.add(places[0] if places else None)
     return len(passed) == 1 and None not in passed
-
-
-def _computed(op: Operation, given: Values) -> Value:
-    """Returns a number made of numbers."""
-    numbers = zip(*(v.number for v in given if v.number), strict=True)
-    exponent = [op.params["y"]] if op.name == "integer_pow" else []
-    with np.errstate(all="ignore"):
-        few, many = (OF_NUMBERS[op.name](*each, *exponent) for each in numbers)
-        if op.name == "div" and not op.is_float():
-            few, many = np.trunc(few), np.trunc(many)
-    return of_number(few, many)
