@@ -137,6 +137,52 @@ ROWS = {
         ),
         (0, y > 1, h),
     )[2],
+    "a column that a row chooses": lambda p, h, y, t: jax.vmap(lambda row, at: row.at[at].set(0))(
+        h[:, 0], t[:, 0]
+    ),
+    "a row that is turned by its own number": lambda p, h, y, t: jax.lax.map(
+        lambda x: jnp.roll(x[0], x[1][0]), (h[:, 0], t)
+    ),
+    "each row at its own index and a column": lambda p, h, y, t: (
+        h[:, 0].at[jnp.arange(len(h)), 0].add(1)
+    ),
+    "a write at each position": lambda p, h, y, t: jax.lax.scan(
+        lambda c, at: (jax.lax.dynamic_update_slice(c, 2 * h[:, :1], (0, at, 0)), None),
+        0 * h,
+        jnp.arange(5),
+    )[0],
+    "a read at each position": lambda p, h, y, t: jax.lax.scan(
+        lambda c, at: (c.at[:, at].set(2 * h[:, at]), None), 0 * h, jnp.arange(5)
+    )[0],
+    "a write into each row of a loop": lambda p, h, y, t: jax.lax.map(
+        lambda x: x[0].at[2].set(x[1]).at[x[2][0]].add(x[1]), (h[:, 0], y, t)
+    ),
+    "layers by an index": lambda p, h, y, t: jax.lax.scan(
+        lambda c, at: (jnp.tanh(c @ jnp.outer(p, p)[None].repeat(2, 0)[at]), None),
+        h,
+        jnp.arange(2),
+    )[0],
+    "as many trips as a row says": lambda p, h, y, t: jax.vmap(trips_of)(h, t[:, 0]),
+    "as many trips of each position": lambda p, h, y, t: jax.vmap(trips_of, (1, 0))(
+        h, jnp.arange(5)
+    ),
+    "halves with one param of several": lambda p, h, y, t: halves_with(
+        lambda x, _: x * p[None, 2:3], h
+    ),
+    "halves with their weights": lambda p, h, y, t: jnp.concatenate(
+        [a * b[:, None, None] for a, b in zip(jnp.split(h, 2), jnp.split(y, 2), strict=True)]
+    ),
+    "chunks in a loop": lambda p, h, y, t: jax.lax.map(lambda x: x @ p, chunks_of(h)),
+    "chunks with a copy of params": lambda p, h, y, t: in_chunks(
+        lambda w, x: x * w, jnp.broadcast_to(p, (2, 1, 6)), h
+    ),
+    "chunks with their labels": lambda p, h, y, t: jax.lax.map(
+        lambda x: jnp.take_along_axis(*x, 1), (chunks_of(h), t.reshape(2, -1, 5))
+    ),
+    "a column of halves": lambda p, h, y, t: chunks_of(h).at[:, :, 0].set(p[0]),
+    "labels of halves": lambda p, h, y, t: jnp.take_along_axis(
+        chunks_of(h), t.reshape(2, -1, 5), 2
+    ),
     "kept from 0": lambda p, h, y, t: (
         h / jnp.maximum(jnp.linalg.norm(h, axis=-1, keepdims=True), 1e-6)
     ),
@@ -156,6 +202,20 @@ SUMS = {
         None,
     ),
     "a sum of squares of sums of rows": (lambda p, h, y, t: jnp.sum(h.sum((1, 2)) ** 2), 1),
+    "a sum for each class in a loop": (
+        lambda p, h, y, t: jax.lax.scan(
+            lambda c, x: (c.at[x[1]].add(x[0]), None), jnp.zeros(9), (y, t[:, 0])
+        )[0],
+        1,
+    ),
+    "the first of each pair": (
+        lambda p, h, y, t: jnp.sum(jnp.stack([y, 2 * y], 1).ravel()[::2]),
+        1,
+    ),
+    "pairs beside pairs": (
+        lambda p, h, y, t: jnp.sum(jnp.concatenate([y.reshape(-1, 2), y.reshape(-1, 2) ** 2], 1)),
+        1,
+    ),
     "the square of a norm": (lambda p, h, y, t: jnp.linalg.norm(h.reshape(-1)) ** 2, 1),
     "a number of right answers": (lambda p, h, y, t: jnp.sum(jnp.argmax(h, -1) == t), 1),
 }
@@ -796,6 +856,139 @@ OF_OTHER_ROWS |= {
     ),
     "padding of their number": lambda p, h, y, t: jax.lax.conv_general_dilated(
         h[:, :1], jnp.ones((1, 1, 2)), (1,), [(len(h) // 4, 4 - len(h) // 4)]
+    ),
+}
+of_row = lambda h: jnp.arange(len(h)) % 3
+params_of = lambda p: jnp.stack([jnp.outer(p, p), jnp.outer(p, jnp.sin(p))])  # [2, 6, 6]
+chunks_of = lambda h: h[:, 0].reshape(2, -1, 6)
+in_chunks = lambda f, p, h: jax.lax.map(lambda each: f(*each), (p, chunks_of(h)))
+in_rows = lambda f, h: jax.lax.map(lambda each: f(*each), (h[:, 0], jnp.arange(len(h))))
+by_half = lambda h: jnp.broadcast_to(jnp.arange(2)[:, None], (2, len(h) // 2))
+
+
+def trips_of(row, number):
+    return jax.lax.fori_loop(0, number, lambda i, c: jnp.tanh(c), row)
+
+
+def halves_with(treat, h):
+    """Each half of rows by itself, with the number of the half."""
+    n = len(h) // 2
+    return jnp.concatenate([treat(h[:n, 0], 0), treat(h[n:, 0], 1)])
+
+
+OF_OTHER_ROWS |= {
+    # at indices that depend on the place of a row
+    "a column by place": lambda p, h, y, t: jax.vmap(lambda row, at: row.at[at].set(0))(
+        h[:, 0], of_row(h)
+    ),
+    "one more by place": lambda p, h, y, t: jax.vmap(lambda row, at: row.at[at].add(1))(
+        h[:, 0], of_row(h)
+    ),
+    "columns in a loop": lambda p, h, y, t: in_rows(lambda row, at: row[at % 3], h),
+    "columns in a sum of a loop": lambda p, h, y, t: scan_rows(
+        lambda c, x: c + x[0][x[1] % 3], 0.0, (h[:, 0], jnp.arange(len(h)))
+    ),
+    "columns by keys": lambda p, h, y, t: jax.lax.map(
+        lambda x: x[0][jax.random.randint(x[1], (), 0, 3)],
+        (h[:, 0], jax.random.split(jax.random.key(0), len(h))),
+    ),
+    "rows that are turned": lambda p, h, y, t: in_rows(jnp.roll, h),
+    "a slice in a loop": lambda p, h, y, t: in_rows(
+        lambda row, at: jax.lax.dynamic_update_slice(row, p[:1], (at % 3,)), h
+    ),
+    "a write in a loop": lambda p, h, y, t: in_rows(lambda row, at: row.at[at % 3].set(0), h),
+    "a param in a loop": lambda p, h, y, t: in_rows(lambda row, at: row * p[at % 3], h),
+    "a write into params": lambda p, h, y, t: in_rows(
+        lambda row, at: row * jax.lax.dynamic_update_slice(p, p[:1], (at % 3,)), h
+    ),
+    "a sum of a table": lambda p, h, y, t: jax.lax.map(
+        lambda x: x[0] * x[1].sum(), (y, jnp.outer(jnp.arange(1.0, len(y) + 1), p))
+    ),
+    "classes by place in a loop": lambda p, h, y, t: scan_rows(
+        lambda c, x: c.at[x[1]].add(x[0]), jnp.zeros(3), (y, of_row(h))
+    ),
+    "sums at other places": lambda p, h, y, t: scan_rows(
+        lambda c, x: jnp.zeros(6).at[(jnp.arange(6) + 1) % 6].add(c) + x, jnp.zeros(6), h[:, 0]
+    ),
+    "a sum that is written": lambda p, h, y, t: scan_rows(
+        lambda c, x: (x * 0).at[1].add(c[0]), jnp.zeros(6), h[:, 0]
+    ),
+    "what the last row of a loop writes": lambda p, h, y, t: scan_rows(
+        lambda c, x: c.at[x[1]].set(x[0]), jnp.zeros(9), (y, t[:, 0])
+    ),
+    "a sum that is scaled": lambda p, h, y, t: scan_rows(
+        lambda c, x: c.at[x[1]].multiply(x[0]), jnp.zeros(9), (y, t[:, 0])
+    ),
+    # as many trips as the place says
+    "trips by place": lambda p, h, y, t: jax.vmap(trips_of)(h, jnp.arange(len(h))),
+    "trips that are drawn": lambda p, h, y, t: jax.vmap(trips_of)(
+        h, jax.random.randint(jax.random.key(0), (len(h),), 1, 6)
+    ),
+    "trips by half": lambda p, h, y, t: jax.vmap(trips_of)(chunks_of(h), jnp.array([1, 2])),
+    "trips in a loop": lambda p, h, y, t: in_rows(trips_of, h),
+    "trips that are counted": lambda p, h, y, t: (
+        y
+        * jax.vmap(
+            lambda n: jax.lax.while_loop(
+                lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] / 2), (0, 1.0)
+            )[1]
+        )(of_row(h))
+    ),
+    # halves with params of their own
+    "halves by a stack": lambda p, h, y, t: (lambda w: halves_with(lambda x, at: x @ w[at], h))(
+        params_of(p)
+    ),
+    "halves by parts of params": lambda p, h, y, t: halves_with(
+        lambda x, at: x * p[None, at : at + 1], h
+    ),
+    "halves by keys": lambda p, h, y, t: (
+        lambda keys: halves_with(lambda x, at: x * jax.random.normal(keys[at]), h)
+    )(jax.random.split(jax.random.key(0), 2)),
+    "four parts": lambda p, h, y, t: jnp.concatenate(
+        [part * p[at] for at, part in enumerate(jnp.split(h, 4))]
+    ),
+    "halves by other columns": lambda p, h, y, t: halves_with(
+        lambda x, at: x[:, : 6 - 3 * at : 2 - at], h
+    ),
+    # chunks in a loop
+    "chunks with params": lambda p, h, y, t: in_chunks(lambda w, x: x @ w, params_of(p), h),
+    "chunks with sums of params": lambda p, h, y, t: in_chunks(
+        lambda w, x: x * w.sum(), params_of(p), h
+    ),
+    "chunks with an index": lambda p, h, y, t: in_chunks(
+        lambda at, x: x @ params_of(p)[at], jnp.arange(2), h
+    ),
+    "chunks with keys": lambda p, h, y, t: in_chunks(
+        lambda key, x: x * jax.random.normal(key), jax.random.split(jax.random.key(0), 2), h
+    ),
+    "chunks with branches": lambda p, h, y, t: in_chunks(
+        lambda at, x: jax.lax.cond(at == 0, jnp.sin, jnp.cos, x), jnp.arange(2), h
+    ),
+    "chunks that are left out": lambda p, h, y, t: in_chunks(
+        lambda is_kept, x: jnp.where(is_kept, x, 0), jnp.array([True, False]), h
+    ),
+    # groups of rows
+    "every other of a half": lambda p, h, y, t: jnp.sum(y[: len(y) // 2 : 2]),
+    "the first of pairs of a half": lambda p, h, y, t: jnp.sum(
+        jnp.stack([y, 2 * y], 1).ravel()[: len(y) : 2]
+    ),
+    "every other of four": lambda p, h, y, t: jnp.sum(y[:4:2]),
+    "pairs that are turned": lambda p, h, y, t: jnp.sum(
+        jnp.roll(y.reshape(-1, 2), 1, 1).ravel()[: len(y) // 2]
+    ),
+    "halves side by side": lambda p, h, y, t: jnp.sum(
+        jnp.concatenate([halves_of(y), 2 * halves_of(y)], 1).ravel()[: len(y)]
+    ),
+    # at indices that are others for each half
+    "an element by half": lambda p, h, y, t: jnp.take_along_axis(
+        chunks_of(h), by_half(h)[..., None], 2
+    ),
+    "an element that is put by half": lambda p, h, y, t: jax.vmap(
+        jax.vmap(lambda row, at: row.at[at].set(0))
+    )(chunks_of(h), by_half(h)),
+    "a half that is written": lambda p, h, y, t: chunks_of(h).at[0].set(p),
+    "another number in each half": lambda p, h, y, t: (
+        chunks_of(h).at[..., 0].set(jnp.broadcast_to(p[:2, None], (2, len(h) // 2)))
     ),
 }
 OWN_GROWTH = (

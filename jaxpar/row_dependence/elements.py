@@ -45,7 +45,7 @@ def elementwise(op: Operation, given: Values, at: int = 0) -> Value:
         what = "each row depends on the number of rows"
         return op.mixed(given, what, at, is_sure=op.reads_floats())
     span = spans.pop()
-    made = op.rows_at(given, span)
+    made = op.rows_at(given, span, at=at)
     if made.why or not _differs_by_part(op, given, span, at):
         return made
     return replace(made, place=Place.OTHER, why=op.told(SOME_OTHERWISE))
@@ -224,6 +224,8 @@ def _is_small(value: Value) -> bool:
 def chosen(op: Operation, given: Values, at: int = 0) -> Value:
     """Of a condition that chooses between cases."""
     condition, *cases = given
+    if op.name == "select_n" and condition.number and len(set(condition.number)) == 1:
+        return cases[int(condition.number[0])]
     if condition.kind is Kind.MIXED and not condition.is_bound:
         return condition
     numbers = [v for v in cases if not _is_nan(v)]
@@ -241,7 +243,7 @@ def chosen(op: Operation, given: Values, at: int = 0) -> Value:
         why = made.why or op.told("which case is chosen depends on the number of rows")
         return replace(made, why=why, growth=None if made.is_free else made.growth)
     if condition.is_free and condition.place:
-        return _by_place(op, made, given)
+        return _by_place(op, made, given, at)
     if condition.is_free:
         is_by_part = made.kind is Kind.ROWS and _differs_by_part(op, [condition], made.rows, at)
         return replace(made, why=made.why or op.told(SOME_OTHERWISE)) if is_by_part else made
@@ -253,11 +255,11 @@ def chosen(op: Operation, given: Values, at: int = 0) -> Value:
     return both
 
 
-def _by_place(op: Operation, made: Value, given: Values) -> Value:
+def _by_place(op: Operation, made: Value, given: Values, at: int) -> Value:
     """Of a case that is chosen by the place of each row, such as by a mask that is drawn from one key."""
     condition, *cases = given
     if made.kind is Kind.ROWS:
-        return op.rows_at([condition, made], made.span, made.growth)
+        return op.rows_at([condition, made], made.span, made.growth, at)
     if made.kind is Kind.SUM:
         why = made.why or op.told("each row has a weight by its place")
         return replace(made, why=why)

@@ -1,11 +1,12 @@
 """The rules of reads and writes at indices."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from jaxpar.row_dependence.elements import (
     elementwise,
     joined,
+    with_growth,
 )
 from jaxpar.row_dependence.operation import (
     Operation,
@@ -13,6 +14,7 @@ from jaxpar.row_dependence.operation import (
 )
 from jaxpar.row_dependence.parts import sliced
 from jaxpar.row_dependence.values import (
+    CARRIED,
     MOVED,
     NONE,
     PUT_IN_ORDER,
@@ -113,7 +115,11 @@ def _gathered_in_rows(op: Operation, x: Value, index: Value) -> Value:
     span = x.rows.at(places)
     if _span_of_index(op, index) not in (None, span):
         return op.mixed([x, index], "it pairs rows with other rows")
-    return op.rows_at([x, index], span, x.growth)
+    made = op.rows_at([x, index], span, x.growth)
+    of_index = {at for at, dim in enumerate(dims) if dim in op.leading_dims(made.rows)}
+    if made.why or index.kind is Kind.ROWS or index.copies.issuperset(of_index):
+        return made
+    return replace(made, place=Place.OTHER, why=op.told(SOME_OTHERWISE))
 
 
 def _span_of_slices(op: Operation, span: Span) -> Span | None:
@@ -137,6 +143,11 @@ def scattered(op: Operation, given: Values) -> Value:
         return elementwise(op, given)
     if index.kind > Kind.ROWS or all(v.is_free for v in given):
         return elementwise(op, given)
+    if updates.running:
+        return op.mixed([x, updates], CARRIED)
+    of_rows = [v for v in given if v.span]
+    if of_rows and all(v.in_loop for v in of_rows):
+        return _scattered_in_loop(op, x, index, updates)
     dims = op.varying_out()
     if not dims:
         return _scattered_without_rows(op, x, index, updates)
@@ -155,13 +166,40 @@ def scattered(op: Operation, given: Values) -> Value:
     own = updates.span._replace(first=span.first, last=span.last) if updates.span else span
     if own != span:
         return op.mixed([x, updates], "it writes rows into others")
-    others = [x, updates, index] if index.why else [x, updates]
+    is_own = bool(by_index)  # each row is written at its own index
+    others = [x, updates] if is_own and not index.why else [x, updates, index]
     growths = [v.growth for v in (x, updates) if not v.is_zero]
     growth = growths[0] if growths else 1.0
     if not all(same_growth(growth, each) for each in growths):
         what = "it writes into rows what depends on their number"
         return op.mixed(others, what)
-    return op.rows_at(others, span, growth)
+    made = op.rows_at(others, span, growth)
+    if made.why or not _writes_by_part(op, given, op.leading_dims(span)):
+        return made
+    return replace(made, place=Place.OTHER, why=op.told(SOME_OTHERWISE))
+
+
+def _writes_by_part(op: Operation, given: Values, parts: Collection[int]) -> bool:
+    """Whether other elements, or at other indices, are written into each half of the rows, or into each other part."""
+    x, index, updates = given
+    numbers = op.params["dimension_numbers"]
+    if any(d in parts for d in numbers.scatter_dims_to_operand_dims):
+        return True
+    batch = list(numbers.operand_batching_dims)
+    of_index = {d: numbers.scatter_indices_batching_dims[at] for at, d in enumerate(batch)}
+    of_window = numbers.update_window_dims
+    ndim = op.ndim_in(2)
+    of_updates = [d for d in range(ndim) if d not in of_window]
+    apart = {*batch, *numbers.inserted_window_dims}
+    kept = [d for d in range(op.ndim_in(0)) if d not in apart]
+    to_updates = dict(zip(kept, of_window, strict=True))
+    to_updates |= {d: of_updates[at] for d, at in of_index.items()}
+    dims = (
+        (x, parts),
+        (index, [of_index[d] for d in parts if d in of_index]),
+        (updates, [to_updates[d] for d in parts if d in to_updates]),
+    )
+    return any(value.is_free and not value.copies.issuperset(own) for value, own in dims)
 
 
 def _writes_in_rows(op: Operation, dims: Sequence[int]) -> bool:
@@ -169,10 +207,20 @@ def _writes_in_rows(op: Operation, dims: Sequence[int]) -> bool:
     return set(dims) <= set(op.params["dimension_numbers"].operand_batching_dims)
 
 
+def _scattered_in_loop(op: Operation, x: Value, index: Value, updates: Value) -> Value:
+    """Of what one row of a loop, or a sum over those so far, has of it: a row's own index writes into that row."""
+    if op.name == "scatter-mul":
+        return elementwise(op, [x, index, updates])
+    made = _at_places(op, joined(op, [x, updates], adds=op.name in ADDS), [index])
+    if index.is_free or made.running:
+        return replace(made, why=made.why or index.why)
+    return with_growth(elementwise(op, [index, with_growth(made, 1.0)]), made.growth)
+
+
 def _scattered_without_rows(op: Operation, x: Value, index: Value, updates: Value) -> Value:
     adds = op.name in ADDS
     if Kind.ROWS not in (index.kind, updates.kind):
-        return joined(op, [x, updates], adds=adds)
+        return _at_places(op, joined(op, [x, updates], adds=adds), [index])
     if not adds or updates.kind > Kind.ROWS:
         return op.mixed(
             [x, index, updates],
@@ -200,7 +248,7 @@ def sliced_at(op: Operation, given: Values) -> Value:
     made = sliced(op, [x])
     are_known = all(v.number for v in indices)
     if made.kind is x.kind or are_known:
-        return made
+        return _at_places(op, made, indices)
     return op.unknown(given, op.told(TAKEN))
 
 
@@ -216,4 +264,18 @@ def updated_at(op: Operation, given: Values) -> Value:
     if any(few[d] != few_update[d] for d in own):
         return op.unknown(given, op.told("it writes some rows"))
     chosen = [v for v in indices if not v.is_free]
-    return joined(op, [x, update, *chosen])
+    of_all = [v for v in indices if v.is_free]
+    return _at_places(op, joined(op, [x, update, *chosen]), of_all)
+
+
+def _at_places(op: Operation, made: Value, indices: Values) -> Value:
+    """Returns what is read or written at indices that depend on no row: they may depend on the place of each."""
+    place = max((v.place for v in indices), default=Place.NONE)
+    if not place:
+        return made
+    if made.kind is Kind.ROWS:
+        return op.rows_at([made, *indices], made.span, made.growth)
+    if made.kind is Kind.SUM:
+        return replace(made, why=made.why or op.told(WEIGHT_BY_PLACE))
+    has_rows = op.keeps_places()
+    return replace(made, place=Place.OTHER) if made.is_free and has_rows else made

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -70,6 +70,8 @@ class Operation:
         axis: The mesh axis that splits the rows; "" where none does in these jaxprs.
         num_joined: How many neighbouring rows no split parts; 0: groups of rows are not looked for.
         expressions: Those of the jaxpr for few rows.
+        known: The values of the variables before it in that jaxpr.
+        in_trip: Whether each trip of a loop around has other rows than the others.
     """
 
     few: Any
@@ -81,6 +83,8 @@ class Operation:
     axis: str = ""
     num_joined: int = 0
     expressions: Expressions = field(default_factory=lambda: Expressions([]))
+    known: Mapping[Any, Value] = field(default_factory=dict)
+    in_trip: bool = False
 
     @property
     def name(self) -> str:
@@ -137,7 +141,7 @@ class Operation:
 
     def keeps_places(self, at: int = 0) -> bool:
         """Whether a result may be another one at each place of a row, or in each trip of a loop over places."""
-        return bool(self.varying_out(at)) or self.trips_vary
+        return bool(self.varying_out(at)) or self.in_trip
 
     def parts_groups(self, size: Fraction | int) -> bool:
         """Whether a split parts some groups of so many neighbouring rows."""
@@ -227,6 +231,7 @@ class Operation:
         given: Values,
         span: Span | None,
         growth: float | None = 1.0,
+        at: int = 0,
     ) -> Value:
         """Returns a result that has rows at ``span``, each made of the same row; None: they are torn apart."""
         why = first_why(given)
@@ -234,9 +239,10 @@ class Operation:
             return self.unknown(
                 given,
                 why or self.told(MOVED_APART),
+                at,
             )
         place = max(v.place for v in given)
-        if place and self.is_float() and not why:
+        if place and self.is_float(at) and not why:
             why = self.told(
                 "it depends on the place of a row in its microbatch, where the batch can bring a key or number of each row"
             )

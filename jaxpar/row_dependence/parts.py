@@ -14,6 +14,7 @@ from jaxpar.row_dependence.values import (
     TAKEN,
     Kind,
     Place,
+    Span,
     Value,
     Values,
     same_growth,
@@ -68,7 +69,10 @@ def _sliced_rows(op: Operation, value: Value, dim: int) -> Value:
     if stride > 1:
         is_from_start = starts[0] == starts[1] < stride
         is_uneven = any(size % (stride * span.outer) for size in sizes)
-        if not is_from_start or is_uneven or op.parts_groups(stride / span.inner):
+        left_out = [size - stop for size, stop in zip(sizes, stops, strict=True)]
+        is_to_end = all(left < stride - starts[0] for left in left_out)
+        is_whole = is_from_start and is_to_end and not is_uneven
+        if not is_whole or op.parts_groups(stride / span.inner):
             return op.mixed([value], TAKEN)
         return replace(value, span=span._replace(inner=span.inner / stride))
     return _part_of_rows(op, value, dim, starts, stops)
@@ -116,6 +120,8 @@ def concatenated(op: Operation, given: Values) -> Value:
         return op.mixed(given, what)
     first = along[0]
     parts = [span.part for span in along]
+    if axis > first.first:
+        return _joined_in_groups(op, given, along)
     if not any(parts):
         outer = sum(span.outer for span in along)
         whole = first._replace(outer=outer)
@@ -128,6 +134,17 @@ def concatenated(op: Operation, given: Values) -> Value:
         return made
     why = op.told(SOME_OTHERWISE)
     return replace(made, place=Place.OTHER, why=why)
+
+
+def _joined_in_groups(op: Operation, given: Values, along: Sequence[Span]) -> Value:
+    """Of arrays one after another along a later dim of rows: ``[rows / 2, 2]`` has groups of two rows along dim 1."""
+    axis = op.params["dimension"]
+    first = along[0]
+    is_in_groups = axis == first.last and axis not in op.varying_out()
+    if not is_in_groups or first.part:
+        return op.unknown(given, op.told(MOVED))
+    inner = sum((span.inner for span in along), Fraction(0))
+    return op.rows_at(given, first._replace(inner=inner), given[0].growth)
 
 
 def _with_rows_of_copies(op: Operation, given: Values, axis: int) -> Values:
@@ -159,20 +176,26 @@ def _are_shares(op: Operation, parts: Sequence[tuple], sizes: tuple[int, ...]) -
 
 
 def _are_treated_alike(op: Operation) -> bool:
-    """Whether the parts are the same function of slices of one value."""
+    """Whether the parts are the same function of slices of rows, or of copies of one element."""
     axis = op.params["dimension"]
+
+    def has_rows(whole: Any) -> bool:
+        value = op.known.get(whole)
+        if value is None:
+            return False
+        return axis in (value.span.dims if value.span else value.copies)
 
     def slice_of_rows(equation: Any) -> Any:
         name = equation.primitive.name
         params = equation.params
-        whole = id(equation.invars[0])
-        if name == "split" and params["axis"] == axis:
-            return whole, ()
-        if name != "slice" or axis >= len(params["start_indices"]):
+        if name not in ("split", "slice") or not has_rows(equation.invars[0]):
             return None
+        whole = op.expressions.number(equation.invars[0])
+        if name == "split":
+            return (whole, ()) if params["axis"] == axis else None
         bounds = params["start_indices"], params["limit_indices"]
         kept = tuple(each[:axis] + each[axis + 1 :] for each in bounds)
-        return whole, kept
+        return whole, kept, params["strides"]
 
     numbers = {op.expressions.number(part, slice_of_rows) for part in op.few.invars}
     return len(numbers) == 1

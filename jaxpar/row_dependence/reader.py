@@ -1,13 +1,13 @@
 """The reader of two jaxprs of one function: it follows values through operations, calls, branches and loops."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any
 
 import jax
-import numpy as np
 from jaxtyping import PyTree
 
 from jaxpar._compat import (
@@ -38,12 +38,15 @@ from jaxpar.row_dependence.rules import (
     OF_NUMBERS,
     RULES,
     TAKE_MIXED,
+    computed,
 )
 from jaxpar.row_dependence.trips import (
+    after_equal_trips,
     after_trips,
     counted,
     entering,
     kept_by_trips,
+    of_trip,
     of_varying_trips,
     stacked_over_trips,
     trips_of,
@@ -63,7 +66,6 @@ from jaxpar.row_dependence.values import (
     Values,
     first_assumed,
     first_why,
-    of_number,
 )
 
 _MOST_TRIPS = (
@@ -105,6 +107,7 @@ class Reader:
         rows: How many rows few are.
         ratio: How many times more the many are.
         trips_vary: Whether it reads the body of a loop over rows.
+        in_trip: Whether each trip of a loop around has other rows: what is another value in each depends on their places.
         caller: The line that calls what it reads.
         axis: The mesh axis that splits the rows of these jaxprs, whose collectives join them; "" if none does.
         is_backward: Whether it reads a backward pass, in which no function is differentiated again.
@@ -118,6 +121,7 @@ class Reader:
     axis: str = ""
     is_backward: bool = False
     num_joined: int = 0
+    in_trip: bool = False
 
     def read(self, few: Any, many: Any, given: Values) -> Results:
         """Returns the value of each output of a jaxpr, open or closed, from those of its inputs."""
@@ -154,11 +158,11 @@ class Reader:
 
         for a, b in zip(few.eqns, many.eqns, strict=True):
             values = [value_of(*pair, a) for pair in zip(a.invars, b.invars, strict=True)]
-            op = self._operation(a, b, expressions)
+            op = self._operation(a, b, expressions, known)
             known.update(
                 zip(
                     a.outvars,
-                    self._results(op, values),
+                    of_trip(op, values, self._results(op, values)),
                     strict=True,
                 )
             )
@@ -170,6 +174,7 @@ class Reader:
         few: Any,
         many: Any,
         expressions: Expressions | None = None,
+        known: Mapping[Any, Value] = MappingProxyType({}),
     ) -> Operation:
         return Operation(
             few,
@@ -181,6 +186,8 @@ class Reader:
             self.axis,
             self.num_joined,
             expressions or Expressions([]),
+            known,
+            self.in_trip,
         )
 
     def _of_other_program(self, few: Any, many: Any, given: Values) -> Results:
@@ -211,7 +218,7 @@ class Reader:
                 return made
             return in_doubt_by_gradient(replace(inside, is_backward=True).read, op, given, made)
         if op.name in OF_NUMBERS and given and all(v.number for v in given):
-            return [_computed(op, given)]
+            return [computed(op, given)]
         if op.name in DRAWS and all(v.is_free for v in given):
             is_same = all(v.growth == 1 for v in given)
             by_place = any(v.place for v in given)
@@ -283,10 +290,11 @@ class Reader:
         run = lambda carry: self.read(few, many, [*second, *carry])
         carry, _ = self._settled(op, run, given[start:])
         (goes_on,) = self.read(*op.both("cond_jaxpr"), [*first, *carry])
-        if goes_on.is_free and goes_on.growth == 1:
-            return carry
         body = opened(few)
         kept = kept_by_trips(body, of_body, len(carry))
+        if goes_on.is_free and goes_on.growth == 1:
+            both = enumerate(zip(carry, kept, strict=True))
+            return [v if k else after_equal_trips(op, goes_on, v, at) for at, (v, k) in both]
         carried = list(zip(body.invars[of_body:], kept, strict=True))
         changed = {id(before) for before, is_kept in carried if not is_kept}
         trips = trips_of(op, changed, first, carry)
@@ -303,8 +311,13 @@ class Reader:
         xs = given[first + count :]
         varies = op.params["length"] != op.many.params["length"]
         is_over_rows = any(v.span and 0 in v.span.dims for v in xs)
-        entered = list(map(entering, xs))
-        body = replace(self, trips_vary=varies or (self.trips_vary and not is_over_rows))
+        in_trip = self.in_trip or varies or is_over_rows
+        entered = [entering(x, is_of_part=is_over_rows and not varies) for x in xs]
+        body = replace(
+            self,
+            trips_vary=varies or (self.trips_vary and not is_over_rows),
+            in_trip=in_trip,
+        )
         few, many = op.both("jaxpr")
         run = lambda carry: body.read(few, many, [*constants, *carry, *entered])
         if is_over_rows:
@@ -437,14 +450,3 @@ def _passes_one(branches: Sequence[Any], at: int) -> bool:
         places = [i for i, operand in enumerate(branch.invars) if operand is out]
         passed.add(places[0] if places else None)
     return len(passed) == 1 and None not in passed
-
-
-def _computed(op: Operation, given: Values) -> Value:
-    """Returns a number made of numbers."""
-    numbers = zip(*(v.number for v in given if v.number), strict=True)
-    exponent = [op.params["y"]] if op.name == "integer_pow" else []
-    with np.errstate(all="ignore"):
-        few, many = (OF_NUMBERS[op.name](*each, *exponent) for each in numbers)
-        if op.name == "div" and not op.is_float():
-            few, many = np.trunc(few), np.trunc(many)
-    return of_number(few, many)

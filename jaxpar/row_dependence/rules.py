@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxpar.row_dependence import collectives, dims, elements, indices, parts, products
 from jaxpar.row_dependence.operation import Operation
-from jaxpar.row_dependence.values import Value, Values
+from jaxpar.row_dependence.values import Value, Values, of_number
 
 Rule = Callable[[Operation, Values], Value | list[Value]]
 
@@ -125,7 +125,7 @@ TAKE_MIXED = frozenset(
 KEEP_RUNNING = frozenset(
     [
         *("add", "add_any", "sub", "mul", "div", "select_n"),
-        *("copy", "convert_element_type", "optimization_barrier"),
+        *("copy", "convert_element_type", "optimization_barrier", "scatter-add", "scatter-sub"),
     ]
 )
 
@@ -156,3 +156,14 @@ OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "eq": np.equal,
     "ne": np.not_equal,
 }
+
+
+def computed(op: Operation, given: Values) -> Value:
+    """Returns a number made of numbers."""
+    numbers = zip(*(v.number for v in given if v.number), strict=True)
+    exponent = [op.params["y"]] if op.name == "integer_pow" else []
+    with np.errstate(all="ignore"):
+        few, many = (OF_NUMBERS[op.name](*each, *exponent) for each in numbers)
+        if op.name == "div" and not op.is_float():
+            few, many = np.trunc(few), np.trunc(many)
+    return of_number(few, many)

@@ -8,14 +8,14 @@ In such a loop each row keeps what its own trips made, if what goes on also choo
 A choice by anything else, such as the number of trips or another bound, lets trips change a row that other rows make.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxpar._compat import Literal, inlined, opened
-from jaxpar.row_dependence.elements import elementwise
+from jaxpar.row_dependence.elements import chosen, elementwise
 from jaxpar.row_dependence.expressions import Expressions
 from jaxpar.row_dependence.operation import Operation
 from jaxpar.row_dependence.values import CARRIED, Kind, Place, Value, Values
@@ -224,6 +224,17 @@ def after_trips(op: Operation, goes_on: Value, value: Value, at: int, *, is_own:
     return op.mixed([goes_on, value], "the number of trips depends on the rows", at)
 
 
+def after_equal_trips(op: Operation, goes_on: Value, value: Value, at: int) -> Value:
+    """Returns a value after trips whose number does not depend on the rows, but may on their places.
+
+    ``vmap`` makes one loop of several, which goes on for some of them and leaves the others as they are.
+    """
+    is_of_several = opened(op.params["cond_jaxpr"]).outvars[0].aval.ndim > 0
+    if not (goes_on.place or is_of_several):
+        return value
+    return chosen(op, [goes_on, value, value], at)
+
+
 def of_varying_trips(op: Operation, before: Value, after: Value, at: int) -> Value:
     """Returns a value after as many trips as the number of rows says."""
     why = op.told("the number of trips depends on the number of rows")
@@ -231,10 +242,25 @@ def of_varying_trips(op: Operation, before: Value, after: Value, at: int) -> Val
     return replace(made, growth=None) if made.is_free and not made.place else made
 
 
-def entering(value: Value) -> Value:
-    """Returns what each trip of a loop is given of a value, one after another along its first dim."""
+def entering(value: Value, *, is_of_part: bool) -> Value:
+    """Returns what each trip of a loop is given of a value, one after another along its first dim.
+
+    Where each of a few trips has a part of the rows, what depends on none is another value for these, but for copies of one.
+    """
     span = value.span and value.span.shifted(-1)
-    return replace(value, span=span, copied=frozenset(d - 1 for d in value.copied if d))
+    copied = frozenset(d - 1 for d in value.copied if d)
+    differs = is_of_part and value.is_free and 0 not in value.copies
+    place = max(value.place, Place.OTHER if differs else Place.NONE)
+    return replace(value, span=span, copied=copied, place=place)
+
+
+def of_trip(op: Operation, given: Values, made: Sequence[Value]) -> list[Value]:
+    """Returns the results of an operation; what is made of values that differ by trips differs too, if not a number."""
+    differs = op.in_trip and any(v.is_free and v.place for v in given)
+    if not differs:
+        return list(made)
+    by_place = lambda v: v.is_free and not v.place and v.number is None
+    return [replace(v, place=Place.OTHER) if by_place(v) else v for v in made]
 
 
 def counted(value: Value) -> Value:
@@ -255,7 +281,9 @@ def stacked_over_trips(
     if value.running:
         return op.mixed([value], CARRIED, at)
     if value.is_free:
-        return replace(value, copied=frozenset(d + 1 for d in value.copied))
+        keeps_place = op.keeps_places(at)
+        place = value.place if keeps_place else Place.NONE
+        return replace(value, copied=frozenset(d + 1 for d in value.copied), place=place)
     if value.span is None or (value.in_loop and not is_over_rows):
         return value
     return replace(
