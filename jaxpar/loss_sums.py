@@ -55,10 +55,14 @@ def with_float_sums(loss: Callable) -> Callable:
     return of_floats
 
 
-def gradient_of_sum(loss_sum: jax.Array, total_weight: jax.Array) -> jax.Array:
+def gradient_of_sum(
+    loss_sum: jax.Array,
+    total_weight: jax.Array,
+) -> jax.Array:
     """Returns the gradient of ``loss_sum / total_weight`` by ``loss_sum``, rounded once, to the dtype of ``loss_sum``."""
-    dtype = jnp.promote_types(loss_sum.dtype, total_weight.dtype)
-    return jnp.reciprocal(total_weight.astype(dtype)).astype(loss_sum.dtype)
+    wider = jnp.promote_types(loss_sum.dtype, total_weight.dtype)
+    weight = total_weight.astype(wider)
+    return jnp.reciprocal(weight).astype(loss_sum.dtype)
 
 
 def sums_of(loss: Callable, outputs: PyTree, batch: PyTree) -> tuple[jax.Array, list]:

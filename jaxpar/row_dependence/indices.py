@@ -163,11 +163,12 @@ def scattered(op: Operation, given: Values) -> Value:
         return joined(op, [x, updates])
     few, _ = op.out_shapes()
     span = x.span or span_of_shape(few, dims, op.rows)
-    own = updates.span._replace(first=span.first, last=span.last) if updates.span else span
-    if own != span:
+    own = updates.span and updates.span._replace(first=span.first, last=span.last)
+    if own not in (None, span):
         return op.mixed([x, updates], "it writes rows into others")
-    is_own = bool(by_index)  # each row is written at its own index
-    others = [x, updates] if is_own and not index.why else [x, updates, index]
+    others = [x, updates]
+    if index.why or not by_index:  # else each row is written at its own index
+        others.append(index)
     growths = [v.growth for v in (x, updates) if not v.is_zero]
     growth = growths[0] if growths else 1.0
     if not all(same_growth(growth, each) for each in growths):
@@ -207,17 +208,29 @@ def _writes_in_rows(op: Operation, dims: Sequence[int]) -> bool:
     return set(dims) <= set(op.params["dimension_numbers"].operand_batching_dims)
 
 
-def _scattered_in_loop(op: Operation, x: Value, index: Value, updates: Value) -> Value:
+def _scattered_in_loop(
+    op: Operation,
+    x: Value,
+    index: Value,
+    updates: Value,
+) -> Value:
     """Of what one row of a loop, or a sum over those so far, has of it: a row's own index writes into that row."""
     if op.name == "scatter-mul":
         return elementwise(op, [x, index, updates])
-    made = _at_places(op, joined(op, [x, updates], adds=op.name in ADDS), [index])
+    written = joined(op, [x, updates], adds=op.name in ADDS)
+    made = _at_places(op, written, [index])
     if index.is_free or made.running:
         return replace(made, why=made.why or index.why)
-    return with_growth(elementwise(op, [index, with_growth(made, 1.0)]), made.growth)
+    of_row = elementwise(op, [index, with_growth(made, 1.0)])
+    return with_growth(of_row, made.growth)
 
 
-def _scattered_without_rows(op: Operation, x: Value, index: Value, updates: Value) -> Value:
+def _scattered_without_rows(
+    op: Operation,
+    x: Value,
+    index: Value,
+    updates: Value,
+) -> Value:
     adds = op.name in ADDS
     if Kind.ROWS not in (index.kind, updates.kind):
         return _at_places(op, joined(op, [x, updates], adds=adds), [index])
@@ -263,9 +276,10 @@ def updated_at(op: Operation, given: Values) -> Value:
     own = [d for d in x.span.dims if d >= 0] if x.span else []
     if any(few[d] != few_update[d] for d in own):
         return op.unknown(given, op.told("it writes some rows"))
-    chosen = [v for v in indices if not v.is_free]
+    of_rows = [v for v in indices if not v.is_free]
     of_all = [v for v in indices if v.is_free]
-    return _at_places(op, joined(op, [x, update, *chosen]), of_all)
+    made = joined(op, [x, update, *of_rows])
+    return _at_places(op, made, of_all)
 
 
 def _at_places(op: Operation, made: Value, indices: Values) -> Value:
@@ -277,5 +291,6 @@ def _at_places(op: Operation, made: Value, indices: Values) -> Value:
         return op.rows_at([made, *indices], made.span, made.growth)
     if made.kind is Kind.SUM:
         return replace(made, why=made.why or op.told(WEIGHT_BY_PLACE))
-    has_rows = op.keeps_places()
-    return replace(made, place=Place.OTHER) if made.is_free and has_rows else made
+    if not made.is_free or not op.keeps_places():
+        return made
+    return replace(made, place=Place.OTHER)

@@ -43,7 +43,7 @@ def sliced(op: Operation, given: Values) -> Value:
 
 def split(op: Operation, given: Values) -> list[Value]:
     """Of parts along a dim, one after another."""
-    value = given[0]
+    (value,) = given
     axis = op.params["axis"]
     if value.span is None or axis not in value.span.dims:
         return [value] * op.num_outputs
@@ -67,14 +67,15 @@ def _sliced_rows(op: Operation, value: Value, dim: int) -> Value:
     sizes = op.sizes_in(0, [dim])
     stride = (op.params["strides"] or {dim: 1})[dim]
     if stride > 1:
-        is_from_start = starts[0] == starts[1] < stride
-        is_uneven = any(size % (stride * span.outer) for size in sizes)
         left_out = [size - stop for size, stop in zip(sizes, stops, strict=True)]
+        is_from_start = starts[0] == starts[1] < stride
         is_to_end = all(left < stride - starts[0] for left in left_out)
+        is_uneven = any(size % (stride * span.outer) for size in sizes)
         is_whole = is_from_start and is_to_end and not is_uneven
         if not is_whole or op.parts_groups(stride / span.inner):
             return op.mixed([value], TAKEN)
-        return replace(value, span=span._replace(inner=span.inner / stride))
+        inner = span.inner / stride
+        return replace(value, span=span._replace(inner=inner))
     return _part_of_rows(op, value, dim, starts, stops)
 
 
@@ -163,7 +164,8 @@ def _with_rows_of_copies(op: Operation, given: Values, axis: int) -> Values:
 
 
 def _rows_of_copies(op: Operation, at: int, value: Value, axis: int) -> Value:
-    span = span_of_shape(op.in_shapes(at)[0], [axis], op.rows)
+    few, _ = op.in_shapes(at)
+    span = span_of_shape(few, [axis], op.rows)
     return op.rows_at([value], span, value.growth)
 
 
@@ -183,7 +185,8 @@ def _are_treated_alike(op: Operation) -> bool:
         value = op.known.get(whole)
         if value is None:
             return False
-        return axis in (value.span.dims if value.span else value.copies)
+        dims = value.span.dims if value.span else value.copies
+        return axis in dims
 
     def slice_of_rows(equation: Any) -> Any:
         name = equation.primitive.name
@@ -197,7 +200,8 @@ def _are_treated_alike(op: Operation) -> bool:
         kept = tuple(each[:axis] + each[axis + 1 :] for each in bounds)
         return whole, kept, params["strides"]
 
-    numbers = {op.expressions.number(part, slice_of_rows) for part in op.few.invars}
+    number_of = op.expressions.number
+    numbers = {number_of(part, slice_of_rows) for part in op.few.invars}
     return len(numbers) == 1
 
 

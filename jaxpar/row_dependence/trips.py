@@ -86,7 +86,12 @@ class Trips:
         return inside, inner
 
 
-def trips_of(op: Operation, changed: set[int], asked_of: Values, carry: Values) -> Trips:
+def trips_of(
+    op: Operation,
+    changed: set[int],
+    asked_of: Values,
+    carry: Values,
+) -> Trips:
     """Returns the body of a loop.
 
     Args:
@@ -132,7 +137,11 @@ def _read_beside_rows(expressions: Expressions, of: Any, *, is_true: bool) -> se
     return set()
 
 
-def _stays(trips: Trips, at: int, num_constants: int) -> bool:
+def _stays(
+    trips: Trips,
+    at: int,
+    num_constants: int,
+) -> bool:
     """Whether a row that is done stays so by a value that the condition reads: a counter, or what only such rows keep."""
     before = trips.body.invars[num_constants + at]
     after = trips.body.outvars[at]
@@ -214,7 +223,14 @@ def kept_by_trips(body: Any, first: int, count: int) -> list[bool]:
     return [a is b for a, b in zip(carried, body.outvars, strict=False)]
 
 
-def after_trips(op: Operation, goes_on: Value, value: Value, at: int, *, is_own: bool) -> Value:
+def after_trips(
+    op: Operation,
+    goes_on: Value,
+    value: Value,
+    at: int,
+    *,
+    is_own: bool,
+) -> Value:
     """Returns a value after trips whose number depends on the rows; ``is_own``: on a row alone, for what is of that row."""
     if goes_on.kind is Kind.ROWS:
         return elementwise(op, [goes_on, value], at)
@@ -281,9 +297,9 @@ def stacked_over_trips(
     if value.running:
         return op.mixed([value], CARRIED, at)
     if value.is_free:
-        keeps_place = op.keeps_places(at)
-        place = value.place if keeps_place else Place.NONE
-        return replace(value, copied=frozenset(d + 1 for d in value.copied), place=place)
+        copied = frozenset(d + 1 for d in value.copied)
+        place = value.place if op.keeps_places(at) else Place.NONE
+        return replace(value, copied=copied, place=place)
     if value.span is None or (value.in_loop and not is_over_rows):
         return value
     return replace(
