@@ -201,6 +201,12 @@ SUMS = {
         lambda p, h, y, t: jax.lax.scan(lambda c, r: (c + jnp.sin(r @ p), None), p[:5], h)[0],
         None,
     ),
+    "a sum in chunks of rows": (
+        lambda p, h, y, t: jax.lax.scan(
+            lambda c, r: (c + jnp.sum(jnp.sin(r)), None), 0.0, h[:, 0].reshape(2, -1, 6)
+        )[0],
+        1,
+    ),
     "a sum of squares of sums of rows": (lambda p, h, y, t: jnp.sum(h.sum((1, 2)) ** 2), 1),
     "a sum for each class in a loop": (
         lambda p, h, y, t: jax.lax.scan(
@@ -780,6 +786,12 @@ OF_OTHER_ROWS |= {
     "a column by halves": lambda p, h, y, t: (
         h[:, 0].at[:, 0].set(jnp.repeat(jnp.array([1.0, -1.0]), len(h) // 2))
     ),
+    "sums of chunks with signs": lambda p, h, y, t: (
+        jax.lax.map(jnp.sum, halves_of(y)) @ jnp.array([1.0, -1.0])
+    ),
+    "a function of the sum of a chunk": lambda p, h, y, t: jax.lax.scan(
+        lambda c, r: (c + jnp.tanh(jnp.sum(r)), None), 0.0, halves_of(y)
+    )[0],
     "halves in a product": lambda p, h, y, t: jnp.vdot(
         halves_of(y), jnp.broadcast_to(p[:2, None], (2, len(y) // 2))
     ),

@@ -134,7 +134,8 @@ def _summed(op: Operation, value: Value, *, is_left: bool) -> Value:
         return op.mixed([value], "it is no sum over rows")
     others = [axis for axis in axes if axis not in value.rows.dims]
     why = op.told(WEIGHT_BY_PLACE) if value.place else NONE
-    if not is_of_all and not value.in_loop:
+    left = [dim for dim in value.rows.dims if dim not in axes]
+    if left and left != [-1]:  # of one trip alone, a loop over chunks of rows may add them up
         why = why or op.told(TORN)
     return Value(
         Kind.SUM,

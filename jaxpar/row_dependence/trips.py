@@ -18,7 +18,7 @@ from jaxpar._compat import Literal, inlined, opened
 from jaxpar.row_dependence.elements import chosen, elementwise
 from jaxpar.row_dependence.expressions import Expressions
 from jaxpar.row_dependence.operation import Operation
-from jaxpar.row_dependence.values import CARRIED, Kind, Place, Value, Values
+from jaxpar.row_dependence.values import CARRIED, TORN, Kind, Place, Value, Values
 
 _SHAPES = ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy")
 Choice = tuple[int, bool]  # the number of an expression, and whether it is true where a row goes on
@@ -296,6 +296,8 @@ def stacked_over_trips(
     """Returns what the trips of a loop return, one after another along a new dim."""
     if value.running:
         return op.mixed([value], CARRIED, at)
+    if is_over_rows and value.kind is Kind.SUM:
+        return replace(value, why=value.why or op.told(TORN))
     if value.is_free:
         copied = frozenset(d + 1 for d in value.copied)
         place = value.place if op.keeps_places(at) else Place.NONE
