@@ -21,8 +21,11 @@ from tests.support.fuzz import run as fuzz_run
 from tests.support.fuzz.grammar import Case, Model, cases
 from tests.support.fuzz.losses import LOSSES
 
-# Their models have params that nothing reads.
-pytestmark = pytest.mark.filterwarnings("ignore:a model's outputs must depend on a param")
+# Their models have params that nothing reads, and losses that do not read the weights of rows.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:a model's outputs must depend on a param"),
+    pytest.mark.filterwarnings("ignore:a loss should multiply by 'weight'"),
+]
 
 NUM_CASES = int(os.environ.get("JAXPAR_FUZZ_CASES", "400"))
 SEED = int(os.environ.get("JAXPAR_FUZZ_SEED", tiny.fresh_seed()))
