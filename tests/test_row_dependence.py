@@ -47,6 +47,12 @@ ROWS = {
     "a norm of each row": lambda p, h, y, t: h - h.mean((1, 2), keepdims=True),
     "a softmax": lambda p, h, y, t: jax.nn.softmax(h),
     "params in each row": lambda p, h, y, t: h * p[None, None] + jnp.sum(p**2),
+    "a convolution of params in each row": lambda p, h, y, t: (
+        h
+        + jax.lax.conv(
+            jnp.broadcast_to(jnp.outer(p[:5], p), h.shape), jnp.ones((5, 5, 1)) * p[0], (1,), "SAME"
+        )
+    ),
     "attention": lambda p, h, y, t: jnp.einsum(
         "bts,bsd->btd", jax.nn.softmax(jnp.einsum("btd,bsd->bts", h, h)), h
     ),

@@ -72,6 +72,12 @@ def _of_slice(op: Operation, given: Values) -> Dims:
     return given[0].copies
 
 
+def _of_convolution(op: Operation, given: Values) -> Dims:
+    numbers = op.params["dimension_numbers"]
+    is_of_copies = numbers.lhs_spec[0] in given[0].copies
+    return frozenset(numbers.out_spec[:1]) if is_of_copies else frozenset()
+
+
 def _of_indices(op: Operation, given: Values) -> Dims:
     return _all_dims(op) - {op.params["dimension"]}
 
@@ -86,5 +92,6 @@ _BY_NAME: dict[str, Callable[[Operation, Values], Dims]] = {
     "squeeze": _of_reshape,
     "concatenate": _of_join,
     "slice": _of_slice,
+    "conv_general_dilated": _of_convolution,
     "iota": _of_indices,
 }

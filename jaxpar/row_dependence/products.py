@@ -199,6 +199,8 @@ def convolved(op: Operation, given: Values) -> Value:
     numbers = op.params["dimension_numbers"]
     batch = numbers.lhs_spec[0]
     growth = product_of_growths(x.growth, kernel.growth)
+    if x.is_free and kernel.is_free and batch in x.copies:
+        return replace(op.free(given), growth=growth)
     of_batch = x.span is not None and list(x.span.dims) == [batch]
     is_plain = kernel.is_free and op.params["batch_group_count"] == 1
     if not of_batch or not is_plain or growth is None:
