@@ -16,7 +16,7 @@ from jaxpar.dtypes import widen
 from jaxpar.fields import arg, check_kind
 from jaxpar.fp8 import check_products
 from jaxpar.gradients import with_settings, within_step
-from jaxpar.layered_model import LayeredModel
+from jaxpar.layered_model import LayeredModel, is_packed
 from jaxpar.mesh import OF_ZERO, STAGE, TENSOR
 from jaxpar.metrics.log import check_further
 from jaxpar.pipeline import MpmdExecutor, check_permutes
@@ -106,13 +106,26 @@ def _init(
 ) -> Callable:
     def init(key: PyTree) -> TrainState:
         params = init_fn(key)
-        state = TrainState(
-            jnp.int32(0), params, optimizer.init(trained_part(params, trainable)), jnp.int32(0)
-        )
+        opt_state = _optimizer_state(optimizer, trained_part(params, trainable))
+        state = TrainState(jnp.int32(0), params, opt_state, jnp.int32(0))
         # A weak type, such as that of jnp.full(shape, 0.1), may be lost in a step, and the next step would be recompiled.
         return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.result_type(leaf)), state)
 
     return init
+
+
+def _optimizer_state(optimizer: Optimizer, params: PyTree) -> PyTree:
+    """Returns the state of an optimizer; an error with packed layers says how their labels and masks are written."""
+    try:
+        return optimizer.init(params)
+    except Exception as error:
+        if any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed))):
+            error.add_note(
+                "The layers are packed (jaxpar.PackedLayers), so labels and masks that are written as a dict for each of their "
+                "params are no tree of the same kind: make them by jax.tree.map or jax.tree_util.tree_map_with_path of the "
+                'params, or give one for all layers: {"layers": "decay"}.'
+            )
+        raise
 
 
 @accepts_settings

@@ -446,6 +446,36 @@ def trained(flags, optimizer, num_rows=4, settings=None, steps=2):
     return [line for line in said if "saved run" in line or "no step is left" in line]
 
 
+@pytest.fixture
+def packed_run(tmp_path):
+    """The arguments of a run's ``restore`` for three layers on two stages, but for the optimizer."""
+    mesh, layout = jaxpar.make_mesh(stage=2, devices=jax.devices()[:2]), jaxpar.LayerLayout(3, 2)
+    init = lambda key: {"outer": {}, "layers": layout.pack({"w": np.ones((3, 4, 4), np.float32)})}
+    rules = {"layers/w": jax.P("stage")}
+    shardings = jaxpar.shardings_from_paths(jax.eval_shape(init, 0), mesh, rules)
+    flags = BasicFlags.of(out_dir=tmp_path / "out", steps=2)
+    place = mesh, shardings
+    with Run(flags, mesh, say=print) as run:
+        yield lambda optimizer: run.restore(init, jax.random.key(0), optimizer, *place)
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_before_training(packed_run):
+    packed_run(optax.adam(0.1))
+    with pytest.raises(
+        ValueError, match=r"^optimizer state of packed layers must be of each layer"
+    ):
+        packed_run(optax.sm3(0.1))
+
+
+def test_labels_of_packed_layers_in_a_dict_are_told_how_to_be_written(packed_run):
+    kinds = {"decay": optax.adamw(0.1), "no": optax.adam(0.1)}
+    labels = lambda of_layers: lambda params: {"outer": {}, "layers": of_layers}
+    packed_run(optax.multi_transform(kinds, labels("decay")))
+    with pytest.raises(ValueError) as failed:
+        packed_run(optax.multi_transform(kinds, labels({"w": "decay"})))
+    assert any('one for all layers: {"layers": "decay"}' in note for note in failed.value.__notes__)
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_killed_run_is_still_known_as_killed_after_a_start_that_is_refused(tmp_path, resume):
     """As one without --resume is, and one that resumes with other settings."""

@@ -22,6 +22,12 @@ from jaxpar.sharding import path_string, replicated
 from jaxpar.train import TrainState
 
 Layouts = list[LayerLayout | None]
+Shape = tuple[int, ...]
+
+
+def check_canonical(state: TrainState) -> None:
+    """Raises ValueError for a state, or its shapes, whose packed layers have no canonical order, so that it cannot be saved."""
+    _layouts(state)
 
 
 def to_canonical(state: TrainState) -> TrainState:
@@ -102,7 +108,7 @@ def _entries(leaf: Any) -> tuple[Any, ...]:
 
 def _layouts(state: TrainState) -> Layouts:
     """Returns the layout of each leaf's leading dim, None if that is not a dim of packed layers."""
-    shapes: dict[str, set[tuple[int, ...]]] = {}
+    shapes: dict[str, set[Shape]] = {}
     for node in filter(is_packed, jax.tree.leaves(state.params, is_leaf=is_packed)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(node):
             shapes.setdefault(path_string(path), set()).add(leaf.shape)
@@ -124,18 +130,32 @@ def _layouts(state: TrainState) -> Layouts:
 
 
 def _layout_of(
-    leaf: Any, layout: LayerLayout, shapes: set[tuple[int, ...]], where: str
+    leaf: Any, layout: LayerLayout, shapes: set[Shape], where: str
 ) -> LayerLayout | None:
     """Returns the layout of a leaf under PackedLayers; None for a placeholder, such as an unused factored moment."""
-    if leaf.shape in shapes and leaf.shape[0] == layout.num_positions:
-        return layout
     if math.prod(leaf.shape) <= 1:
         return None
+    if leaf.shape[0] == layout.num_positions and any(
+        _is_of_layers(leaf.shape, of) for of in shapes
+    ):
+        return layout
     raise ValueError(
-        f"optimizer state of packed layers must have the shape of its param, [{layout.num_positions}, ...]; got "
-        f"{list(leaf.shape)} for {where}. Use an optimizer whose moments have that shape, or leave the "
-        "layers in the model's order."
+        f"optimizer state of packed layers must be of each layer, [{layout.num_positions}, ...], for a checkpoint to hold "
+        f"it in the model's order; got {list(leaf.shape)} for {where}. Use an optimizer whose state is of each layer, as "
+        "that of optax.adamw is, or leave the layers unpacked, as many on each stage."
     )
+
+
+def _is_of_layers(shape: Shape, param: Shape) -> bool:
+    """Whether a shape is that of a param, or without some of the dims after that of the layers, as factored moments are."""
+    others = param[1:]
+    return shape == param or (_are_some_of(shape[1:], others) and not _are_some_of(shape, others))
+
+
+def _are_some_of(shape: Shape, dims: Shape) -> bool:
+    """Whether the sizes of a shape are some of these dims, in their order."""
+    left = iter(dims)
+    return all(size in left for size in shape)
 
 
 # -- PRNG keys ----------------------------------------------------------------------------------------------------------

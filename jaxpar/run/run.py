@@ -9,6 +9,7 @@ import jax
 import optax
 
 import jaxpar
+from jaxpar.checkpoint.state import check_canonical
 from jaxpar.data.batches import Origin
 from jaxpar.data.same_batch import check_on_mesh, check_same_since
 from jaxpar.fields import arg
@@ -161,9 +162,11 @@ class Run(AbstractContextManager["Run"]):
 
         Raises:
             BadCheckpointError: No checkpoint is intact.
-            ValueError: The checkpoint was saved with other settings, or has other params.
+            ValueError: The checkpoint was saved with other settings, or has other params; no state of this optimizer could be
+                saved, whose layers are packed.
         """
         self.target = jaxpar.abstract_state(*init_state, **where)
+        check_canonical(self.target)
         self._traits.take_state(self.target, *init_state, **where)
         self._init = lambda: jaxpar.init_state(*init_state, **where)
         for line in left_whole_lines(self.target.params, init_state):
