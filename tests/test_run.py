@@ -471,7 +471,7 @@ def test_labels_of_packed_layers_in_a_dict_are_told_how_to_be_written(packed_run
     kinds = {"decay": optax.adamw(0.1), "no": optax.adam(0.1)}
     labels = lambda of_layers: lambda params: {"outer": {}, "layers": of_layers}
     packed_run(optax.multi_transform(kinds, labels("decay")))
-    with pytest.raises(ValueError) as failed:
+    with pytest.raises(ValueError, match="pytree") as failed:
         packed_run(optax.multi_transform(kinds, labels({"w": "decay"})))
     assert any('one for all layers: {"layers": "decay"}' in note for note in failed.value.__notes__)
 

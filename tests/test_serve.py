@@ -34,7 +34,7 @@ from jaxpar.data.text import ByteTokenizer
 from jaxpar.models import mlp, trained_linear, transformer
 from jaxpar.serve import open_run, openai_api, server
 from jaxpar.serve.app import App
-from jaxpar.serve.bodies import ChatBody
+from jaxpar.serve.bodies import ChatBody, CompletionBody
 from jaxpar.serve.language_model import GenerationRequest, LanguageModel, TextStream
 from jaxpar.serve.requests import RequestError, Settings, Worker, parse
 from tests.support import doc_pages, serving
@@ -359,11 +359,32 @@ def test_a_template_by_which_no_question_can_be_asked_is_told_before_requests(tm
     today = "{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}"
     folder = write_tokenizer(tmp_path / "a", template=today)
     tokenizer = jaxpar.huggingface.read_tokenizer(folder)
-    model = SimpleNamespace(tokenizer=tokenizer, has_chat_template=True, max_context=64)
+    config = SimpleNamespace(vocab_size=tokenizer.vocab_size)
+    model = SimpleNamespace(
+        tokenizer=tokenizer, has_chat_template=True, max_context=64, config=config
+    )
     served = openai_api.language_model(model, "tiny", "a model", 8)
     told = capfd.readouterr().err
     assert "/v1/chat/completions refuses a message of the user: a chat template must give" in told
     assert "Write a date into the template" in served.endpoints[1].summary
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_has_is_told_before_requests(
+    chat, monkeypatch, capfd
+):
+    model = model_of(chat[3])
+    last = model.tokenizer.vocab_size - 1
+    monkeypatch.setattr(model, "config", SimpleNamespace(vocab_size=last))
+    monkeypatch.setattr(model, "encode", lambda text, begins=True: np.array([1, last]))
+    served = openai_api.language_model(model, "tiny-chat", "a model", 8)
+    told = capfd.readouterr().err
+    assert f"the tokenizer has {last + 1:,} tokens and the model {last:,}: texts with one" in told
+    assert (
+        f"refuses a message of the user: tokens must be from 0 to {last - 1}; got {last}." in told
+    )
+    asked = {"model": "tiny-chat", "prompt": "a", "max_tokens": 1}
+    with pytest.raises(RequestError, match="no embedding of this token of its tokenizer"):
+        served.endpoints[0].make_reply(CompletionBody.model_validate(asked))
 
 
 def test_calls_of_tools_that_a_template_does_not_write_are_a_400(chat):

@@ -252,9 +252,12 @@ class Traits:
     ) -> str:
         """Returns why an optimizer may be another one: other settings, or a schedule made of the number of steps."""
         steps = self._saved.get("steps")
-        is_length = isinstance(steps, int) and _follow_steps(*_apart(then, now), steps, self._steps)
+        new, old = _apart(then, now)
+        is_length = isinstance(steps, int) and _follow_steps(new, old, steps, self._steps)
         own = {name: value for name, value in self.settings.items() if name != "steps"}
         compared = own if is_length else self.settings
+        if is_length and len(new) == len(old) == 1:
+            compared = {}  # nothing else is another number
         changed = [name for name, value in compared.items() if settings.get(name, value) != value]
         others = f", as may be since other settings are: {', '.join(changed)}" if changed else ""
         if not is_length:

@@ -278,6 +278,11 @@ def language_model(model: LanguageModel, name: str, about: str, max_tokens: int)
     max_tokens = min(max_tokens, model.max_context)
     api = Api(model, name, max_tokens)
     limits = f"At most {max_tokens} tokens are added, to {model.max_context} with the prompt."
+    if (size := model.tokenizer.vocab_size) > model.config.vocab_size:
+        tell(
+            f"the tokenizer has {size:,} tokens and the model {model.config.vocab_size:,}: texts with one of the others are "
+            "refused. Enlarge the embedding of the model, by model.resize_token_embeddings(...) of transformers."
+        )
     refusal = _refusal_of_question(model)
     if refusal and model.has_chat_template:
         tell(f"{CHAT} refuses a message of the user: {refusal}")
@@ -313,10 +318,11 @@ def _prompts(model: LanguageModel, body: CompletionBody | ChatBody) -> list[np.n
         if not len(tokens):
             raise ValueError('a prompt must have a token; got "". Give a text.')
         if tokens.max() >= model.config.vocab_size:
-            raise ValueError(
-                f"tokens must be from 0 to {model.config.vocab_size - 1}; got {tokens.max()}. Give those of the model's "
-                "tokenizer."
-            )
+            rule = f"tokens must be from 0 to {model.config.vocab_size - 1}; got {tokens.max()}"
+            remedy = "Give those of the model's tokenizer."
+            if tokens.max() < model.tokenizer.vocab_size:
+                remedy = "The model has no embedding of this token of its tokenizer: give a text without it."
+            raise ValueError(f"{rule}. {remedy}")
     return [tokens.astype(np.int32) for tokens in found]
 
 
@@ -357,7 +363,7 @@ def _refusal_of_question(model: LanguageModel) -> str:
     if not model.has_chat_template:
         return "the model has no chat template."
     try:
-        _conversation(model, [ChatMessage.model_validate(QUESTION)])
+        _prompts(model, ChatBody.model_validate({"model": "", "messages": [QUESTION]}))
     except (ValueError, RequestError) as error:
         return str(error)
     return ""
