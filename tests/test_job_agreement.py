@@ -469,6 +469,14 @@ def test_a_folder_of_results_is_looked_for_from_the_working_dir():
         check_manifests([job])
 
 
+def test_less_memory_than_pods_may_use_is_told():
+    (job,) = documents("jobset")
+    assert not remarks(job)
+    edit(job, "jobset", "main resources requests memory", "8Gi")
+    (said,) = remarks(job)
+    assert "requests memory 8Gi and may use" in said
+
+
 def test_a_recipe_that_is_looked_for_in_a_volume_is_told():
     (job,) = documents("jobset")
     edit(job, "jobset", "main workingDir", "/jaxpar")

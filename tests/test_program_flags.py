@@ -525,6 +525,18 @@ def test_a_folder_takes_the_place_of_the_model_of_a_plan(tmp_path, capsys):
     assert '"--model"' in capsys.readouterr().out
 
 
+def test_another_folder_than_that_of_a_plan_is_said_not_to_be_compared(tmp_path, capsys):
+    given = planned(tmp_path, model=None, init_from="/checkpoints/qwen", dtype="bfloat16")
+    for folder in ("/checkpoints/qwen", "/checkpoints/./qwen/"):
+        main([*given, "recipes/gpt.py", "--init-from", folder, *KEPT])
+        assert not capsys.readouterr().err
+    main([*given, "recipes/gpt.py", "--init-from", "/checkpoints/llama", *KEPT])
+    assert (
+        "in --init-from /checkpoints/llama was not compared with the plan, which is for the one in /checkpoints/qwen"
+        in capsys.readouterr().err
+    )
+
+
 def test_a_model_that_is_named_in_two_ways_is_refused(tmp_path):
     named = "recipes/gpt.py", "--init-from", "/checkpoints/qwen"
     said = r"--init-from determines the model; got it with --model gpt2\. Leave out one"

@@ -593,6 +593,18 @@ def test_a_forward_pass_of_its_own_that_mixes_rows_puts_a_function_in_doubt():
     assert "test_row_dependence.py" in found.why.line
 
 
+def test_params_in_each_row_have_a_gradient_in_each_by_a_derivative_of_its_own():
+    product = jax.custom_vjp(lambda x, w: x * w[None, None])
+    product.defvjp(
+        lambda x, w: (product(x, w), (x, w)),
+        lambda kept, ct: (ct * kept[1][None, None], jnp.einsum("btd,btd->d", kept[0], ct)),
+    )
+    in_rows = lambda p, h: jnp.broadcast_to(p[None, None], h.shape)
+    (found,) = read(lambda p, h, y, t: h + product(in_rows(p, h), p))
+    assert found.kind is Kind.ROWS
+    assert not found.why
+
+
 def test_a_sum_with_a_derivative_of_its_own_that_mixes_rows_is_in_doubt():
     total = jax.custom_vjp(lambda h: jnp.sum(h))
     total.defvjp(lambda h: (jnp.sum(h), h), lambda h, ct: (ct * h / jnp.linalg.norm(h),))

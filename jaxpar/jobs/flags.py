@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from os.path import normpath
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -129,8 +130,10 @@ def first_plan(found: Any) -> PlannedSettings:
         ValueError: There is no plan, it lacks a field that `plan --json` writes, it has another one or one of another type, or
             its mesh is of other machines.
     """
-    plan = found[0] if isinstance(found, list) and found else found
     remedy = "Write it by `python -m jaxpar plan --json`."
+    if found == []:
+        raise ValueError(f"a list of plans must have one; got []. {remedy}")
+    plan = found[0] if isinstance(found, list) else found
     if isinstance(plan, dict):
         plan = {name: value for name, value in plan.items() if name not in FIGURES}
     settings = fields.read(PlannedSettings, plan, "a plan", remedy)
@@ -275,13 +278,16 @@ def _is_below(text: str, number: float) -> bool:
 
 
 def _of_folder(plan: PlannedSettings, command: Sequence[str]) -> list[str]:
-    """Returns a line if a command begins with the model in a folder, and its plan is for one by name."""
+    """Returns a line if a command begins with the model in a folder, and its plan is for one by name, or in another folder."""
     folder = flag_value(command, "--init-from")
-    if plan.model is None or folder is None:
+    of_folder = plan.init_from is not None
+    planned = plan.init_from if of_folder else plan.model
+    if folder is None or planned is None or (of_folder and normpath(folder) == normpath(planned)):
         return []
     return [
-        f"the model in --init-from {printable(folder)} was not compared with the plan, which is for --model "
-        f"{printable(plan.model)}: memory and time that were planned are those of this job if the two have the same sizes"
+        f"the model in --init-from {printable(folder)} was not compared with the plan, which is for "
+        f"{'the one in' if of_folder else '--model'} {printable(planned)}: memory and time that were planned are those of this "
+        "job if the two have the same sizes"
     ]
 
 

@@ -17,6 +17,7 @@ def resource_remarks(pods: Workload) -> Iterator[str]:
     yield from hidden_devices(pods)
     yield from _few_cores(pods)
     yield from _slowed(pods)
+    yield from _less_memory(pods)
     yield from _no_shared_memory(pods)
     yield from _slow_network(pods)
     yield from _unused_network(pods)
@@ -78,6 +79,18 @@ def _slowed(pods: Workload) -> Iterator[str]:
             f"{pods.path} has a limit of {limit} CPU cores: once they are used up the kernel stops the process for the rest of "
             "each tenth of a second, unless its node reserves cores for it (the static policy of the CPU manager), and all "
             "others wait for it. Leave the limit out, and request the cores"
+        )
+
+
+def _less_memory(pods: Workload) -> Iterator[str]:
+    """Yields a line if pods request less memory than they may use, which their nodes then may not have."""
+    requested, limit = (of.get("memory") for of in (pods.requests, pods.limits))
+    if requested is None or limit is None:
+        return
+    if amount(requested, "memory") < amount(limit, "memory"):
+        yield (
+            f"{pods.path} requests memory {requested} and may use {limit}: nodes and queues count {requested}, and a pod that "
+            "uses more is ended when its node has no more. Request as much as the limit"
         )
 
 

@@ -102,7 +102,7 @@ def plan(
     plans = best_plans(estimator, fixed, max(TOP, top))
     if not plans:
         raise ValueError(why_nothing(estimator, fixed, rows_of))
-    for each in plans[:top]:
+    for each in plans:  # also those beyond top: which are shown decides nothing
         _check_split(shape, each.choice, rows)
     best = plans[0]
     whys = [why_best(best, plans[1:]), *(why_not(each, best) for each in plans[1:])]

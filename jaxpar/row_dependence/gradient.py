@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar._compat import bind
-from jaxpar.row_dependence.operation import LIBRARY, Operation
+from jaxpar.row_dependence.operation import LIBRARY, Operation, span_of_shape
 from jaxpar.row_dependence.values import (
     NONE,
     NOT_KNOWN,
@@ -55,8 +55,8 @@ def _doubt(
     made: Sequence[Value],
 ) -> Reason:
     """Returns why gradients may not be those of each row; none if they are as far as can be seen."""
-    pairs = zip(made, op.few.outvars, strict=True)
-    of_results = [_gradient_of(v) for v, at in pairs if _is_real(at)]
+    pairs = enumerate(zip(made, op.few.outvars, strict=True))
+    of_results = [_gradient_of(op, v, at) for at, (v, of) in pairs if _is_real(of)]
     try:
         few, many = _backward(op.few), _backward(op.many)
     except Exception:  # code of the user's, which may fail in any way
@@ -90,13 +90,17 @@ def _doubt(
     return NONE
 
 
-def _gradient_of(value: Value) -> Value:
+def _gradient_of(op: Operation, value: Value, at: int) -> Value:
     """Returns the value of the gradient of a result.
 
-    Each row adds to that of a result which depends on no row, such as a param; that of a sum is one number for all rows.
+    Each row adds to that of a result which depends on no row, such as a param, or has its own, where that is copied for each
+    row; that of a sum is one number for all rows.
     """
     if value.kind is Kind.ROWS:
         return Value(Kind.ROWS, span=value.span)
+    if value.is_free and (dims := op.varying_out(at)):
+        few, _ = op.out_shapes(at)
+        return Value(Kind.ROWS, span=span_of_shape(few, dims, op.rows))
     return Value(Kind.SUM) if value.is_free else Value()
 
 
