@@ -279,11 +279,12 @@ def test_params_that_zero_leaves_whole_are_told_at_the_start_of_a_run(tmp_path):
             BasicFlags.of(out_dir=tmp_path, steps=1, dry_run=True), mesh, say=said.append
         ) as run:
             run.restore(tiny.init, jax.random.key(0), optax.adam(1e-2), parallel)
-    said = [line for line in said if "whole" in line]
+    said = [line for line in said if "does not split" in line]
     assert len(said) == 2, "at level 0 ZeRO shards nothing, and no param is left"
     assert re.match(
-        r"zero=1 leaves 1\.\d+ KiB of params whole on each device, with their optimizer state, since data times context, 3, "
-        r"divides none of their free dims: layers/w_\w+ 512 B, layers/w_\w+ 512 B, outer/\S+ 160 B and 3 more$",
+        r"zero=1 does not split 1\.\d+ KiB of params, with their optimizer state, since data times context, 3, "
+        r"divides none of their dims that no other axis splits: "
+        r"layers/w_\w+ 512 B, layers/w_\w+ 512 B, outer/\S+ 160 B and 3 more$",
         said[0],
     )
 
@@ -293,10 +294,10 @@ def test_params_that_zero_leaves_whole_are_told_at_the_start_of_a_run(tmp_path):
     [
         (
             ("layers/a", "outer/*"),
-            "whole on each device, with the optimizer state of those that are trained,",
+            "of params, with the optimizer state of those that are trained,",
         ),
-        (("outer/w",), "params whole on each device, all frozen, since data times context, 3,"),
-        (("layers/*",), "whole on each device, with their optimizer state, since data times"),
+        (("outer/w",), "of params, all frozen, since data times context, 3,"),
+        (("layers/*",), "of params, with their optimizer state, since data times"),
     ],
 )
 def test_what_zero_leaves_whole_says_what_has_optimizer_state_and_leaves_single_numbers_out(

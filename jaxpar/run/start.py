@@ -144,9 +144,9 @@ def left_whole_lines(params: Any, init_state: Sequence[Any]) -> Iterator[str]:
             more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
             state = _state_of(whole, trained_part(params, parallel.trainable))
             yield (
-                f"{arg(zero=parallel.zero)} leaves {bytes_text(sum(whole.values()))} of params whole on each device, {state}, "
-                f"since data times context, "
-                f"{math.prod(parallel.mesh.shape[axis] for axis in OF_ZERO)}, divides none of their free dims: {named}{more}"
+                f"{arg(zero=parallel.zero)} does not split {bytes_text(sum(whole.values()))} of params, {state}, since data "
+                f"times context, {math.prod(parallel.mesh.shape[axis] for axis in OF_ZERO)}, divides none of their dims that "
+                f"no other axis splits: {named}{more}"
             )
 
 
