@@ -53,6 +53,15 @@ ROWS = {
             jnp.broadcast_to(jnp.outer(p[:5], p), h.shape), jnp.ones((5, 5, 1)) * p[0], (1,), "SAME"
         )
     ),
+    "a convolution of a product in each row": lambda p, h, y, t: (
+        h
+        + jax.lax.conv(
+            jnp.broadcast_to(jnp.outer(p[:5], p), h.shape) @ jnp.outer(p, p),
+            jnp.ones((5, 5, 1)) * p[0],
+            (1,),
+            "SAME",
+        )
+    ),
     "attention": lambda p, h, y, t: jnp.einsum(
         "bts,bsd->btd", jax.nn.softmax(jnp.einsum("btd,bsd->bts", h, h)), h
     ),

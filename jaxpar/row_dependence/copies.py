@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jaxpar.row_dependence.operation import Operation, groups_of
+from jaxpar.row_dependence.products import dims_of_product
 from jaxpar.row_dependence.rules import OF_ELEMENTS
 from jaxpar.row_dependence.values import Value, Values
 
@@ -72,6 +73,14 @@ def _of_slice(op: Operation, given: Values) -> Dims:
     return given[0].copies
 
 
+def _of_product(op: Operation, given: Values) -> Dims:
+    found = set(_all_dims(op))
+    for at, value in enumerate(given):
+        places = dims_of_product(op, at)
+        found.difference_update(to for dim, to in enumerate(places) if dim not in value.copies)
+    return frozenset(found)
+
+
 def _of_convolution(op: Operation, given: Values) -> Dims:
     numbers = op.params["dimension_numbers"]
     is_of_copies = numbers.lhs_spec[0] in given[0].copies
@@ -92,6 +101,7 @@ _BY_NAME: dict[str, Callable[[Operation, Values], Dims]] = {
     "squeeze": _of_reshape,
     "concatenate": _of_join,
     "slice": _of_slice,
+    "dot_general": _of_product,
     "conv_general_dilated": _of_convolution,
     "iota": _of_indices,
 }

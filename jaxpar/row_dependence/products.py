@@ -106,7 +106,7 @@ def _product_of_rows(op: Operation, given: Values, growth: float | None) -> Valu
         elif gone:
             num_torn += 1
         else:
-            moved.add(value.rows.moved(_out_dims(op, at)))
+            moved.add(value.rows.moved(dims_of_product(op, at)))
     if summed:
         are_pairs = len(set(summed)) == 1 and not moved and not num_torn
         return _sum_of_products(op, given, growth, are_pairs=are_pairs)
@@ -124,7 +124,7 @@ def _differs_by_part(op: Operation, given: Values, made: Value) -> bool:
     """Whether rows are multiplied by other params in each half of them, or in each other part."""
     parts = op.leading_dims(made.rows)
     of_free = [at for at, value in enumerate(given) if value.is_free]
-    dims_of = lambda at: {d: to for d, to in enumerate(_out_dims(op, at)) if to in parts}
+    dims_of = lambda at: {d: to for d, to in enumerate(dims_of_product(op, at)) if to in parts}
     return any(not given[at].copies.issuperset(dims_of(at)) for at in of_free)
 
 
@@ -163,7 +163,7 @@ def _sums_parts(op: Operation, given: Values, at: int) -> bool:
     return not other.copies.issuperset(factors)
 
 
-def _out_dims(op: Operation, at: int) -> Dims:
+def dims_of_product(op: Operation, at: int) -> Dims:
     """Returns where each dim of an operand is in the result; None: nowhere."""
     contracted, batched = op.params["dimension_numbers"]
     following = len(batched[0])
