@@ -75,7 +75,7 @@ def test_flags_of_a_plan_at_random_are_never_more_than_the_plan_s_own():
         r"--(mesh\.(data|stage|tensor)|model|batch-size|seq|dtype|schedule|num-microbatches|zero|num-chunks|remat|layers-per-virtual-stage)"
     )
     taken = 0
-    for _ in range(3000):
+    for _ in range(6000):
         names = [
             "model",
             "batch_size",
