@@ -96,7 +96,7 @@ def _reduced_without_rows(op: Operation, value: Value, axes: Sequence[int]) -> V
     growth = of_one if is_once else product_of_growths(of_one, more)
     if (value.place and more != 1) or not (is_once or adds):
         growth = None
-    keeps_place = value.place and op.keeps_places()
+    keeps_place = value.place and op.varying_out()
     place = Place.OTHER if keeps_place else Place.NONE
     number = value.number if op.name in (*_OF_ANY_NUMBER, "reduce_sum") else None
     if number and adds:
@@ -173,7 +173,7 @@ def reshaped(op: Operation, given: Values) -> Value:
     span = value.span
     _, old = op.in_shapes()
     _, new = op.out_shapes()
-    if span is None and not op.keeps_places():  # the whole, of the parts of all
+    if span is None and not op.varying_out():  # the whole, of the parts of all
         return replace(value, place=Place.NONE)
     if value.is_free and op.varying_in() and 0 not in new:
         return _reshaped_copies(op, value)

@@ -73,7 +73,7 @@ def _without_rows(op: Operation, given: Values, value: Value, at: int) -> Value:
         return replace(value, why=why)
     if not (is_lost or is_elsewhere) or not value.is_free or value.number:
         return value
-    return replace(value, growth=None, place=value.place if is_left else Place.NONE)
+    return replace(value, growth=None, place=value.place if op.varying_out(at) else Place.NONE)
 
 
 def _index_depends_on_number(op: Operation, given: Values) -> bool:

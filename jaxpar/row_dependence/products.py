@@ -41,7 +41,7 @@ def multiplied_matrices(op: Operation, given: Values) -> Value:
     if not a.is_free or not b.is_free:
         return _product_of_rows(op, given, growth)
     has_place = max(a.place, b.place)
-    place = Place.OTHER if has_place and op.keeps_places() else Place.NONE
+    place = Place.OTHER if has_place and op.varying_out() else Place.NONE
     growth = _contracted_growth(op, given, growth)
     return replace(op.free(given), growth=growth, place=place)
 
