@@ -8,6 +8,7 @@ import yaml
 
 from jaxpar.commands.manifest import main
 from jaxpar.jobs import check_manifests, remarks
+from jaxpar.jobs.selectors import check_jobs
 from tests.support.written_manifests import (
     BOUND,
     COORDINATOR,
@@ -467,6 +468,19 @@ def test_a_folder_of_results_is_looked_for_from_the_working_dir():
     edit(job, "jobset", "main volumeMounts checkpoints readOnly", True)
     with pytest.raises(ValueError, match="must be writable; got gpt in a volume with readOnly"):
         check_manifests([job])
+
+
+def test_a_coordinator_is_one_of_as_many_jobs_as_there_are_replicas():
+    (job,) = documents("jobset")
+    nodes = job["spec"]["replicatedJobs"][0] | {"replicas": 2}
+    of_index = lambda index: {"replicatedJob": "nodes", "jobIndex": index}
+    named = lambda index: {"replicatedJobs": [nodes], "coordinator": of_index(index)}
+    check_jobs(named(1))
+    with pytest.raises(
+        ValueError,
+        match=r"jobIndex of spec\.coordinator must be below 2, the number of replicas; got 2",
+    ):
+        check_jobs(named(2))
 
 
 def test_less_memory_than_pods_may_use_is_told():

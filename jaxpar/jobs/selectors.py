@@ -72,10 +72,12 @@ def _check_job(name: str, known: Sequence[str], place: str, rule: str) -> None:
 
 
 def _check_coordinator(coordinator: Mapping[str, Any], jobs: Sequence[Mapping[str, Any]]) -> None:
-    counts = {job["name"]: job["template"]["spec"].get("completions") or 1 for job in jobs}
+    by_name = {job["name"]: job for job in jobs}
     name, place = coordinator["replicatedJob"], "spec.coordinator"
-    _check_job(name, [*counts], f"replicatedJob of {place}", "a job of the file")
-    for field, count, of in (("jobIndex", 1, "replicas"), ("podIndex", counts[name], "pods")):
+    _check_job(name, [*by_name], f"replicatedJob of {place}", "a job of the file")
+    replicas = by_name[name].get("replicas", 1)
+    pods = by_name[name]["template"]["spec"].get("completions") or 1
+    for field, count, of in (("jobIndex", replicas, "replicas"), ("podIndex", pods, "pods")):
         if coordinator.get(field, 0) >= count:
             raise ValueError(
                 f"{field} of {place} must be below {count}, the number of {of}; got {coordinator[field]}. Leave it out for "
