@@ -30,8 +30,8 @@ from jaxpar.jobs import (
 from jaxpar.jobs.flags import UNUSED, first_plan, plan_flags
 from jaxpar.jobs.job import JobSettings
 from jaxpar.models.quantized import Kind
+from jaxpar.models.transformer.config import COMPUTE_DTYPES
 from jaxpar.run import Run
-from jaxpar.run.language_model import ModelFlags
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.schedule import SCHEDULES
 from tests.support import doc_pages
@@ -476,8 +476,7 @@ NEEDED = sorted({*PLAN} - {"own_model"})
 
 
 def test_a_plan_may_have_each_schedule_each_code_and_each_dtype():
-    dtypes = typing.get_args(typing.get_type_hints(ModelFlags)["dtype"])
-    values = {"schedule": SCHEDULES, "quantize": typing.get_args(Kind), "dtype": dtypes}
+    values = {"schedule": SCHEDULES, "quantize": typing.get_args(Kind), "dtype": COMPUTE_DTYPES}
     for name, value in [(name, each) for name, of_it in values.items() for each in of_it]:
         assert getattr(first_plan(PLAN | {name: value}), name) == value
 

@@ -26,6 +26,7 @@ from jaxpar.jobs.job import (
 )
 from jaxpar.jobs.workload import USUAL_GRACE
 from jaxpar.models.quantized import Kind
+from jaxpar.models.transformer.config import COMPUTE_DTYPES
 from jaxpar.runtime.output import printable
 from jaxpar.runtime.watchdog import Budgets
 from jaxpar.schedule import SCHEDULES
@@ -103,7 +104,7 @@ class PlannedSettings:
     nodes: forms.Count | None = None
     gpus_per_node: forms.Count | None = None
     model: forms.Word | None = None
-    dtype: Literal["float32", "bfloat16"] | None = None
+    dtype: Annotated[str, forms.one_of(COMPUTE_DTYPES)] | None = None
     seq: forms.Count | None = None
     init_from: str | None = None
     own_model: str | None = None
