@@ -183,6 +183,7 @@ class ChatBody(Generation):
         description="the conversation",
         examples=[[{"role": "user", "content": "What is a pipeline?"}]],
     )
+    max_tokens: int | None = Field(None, ge=1, description="the most tokens to add", examples=[16])
     max_completion_tokens: int | None = Field(
         None, ge=1, description="the most tokens to add", examples=[16]
     )

@@ -234,10 +234,9 @@ class Api:
         asked = getattr(body, name)
         tokens = default if asked is None else asked
         if tokens == 0 and not getattr(body, "echo", None):
-            rule, remedy = ("", "") if is_chat else (" without echo", ", or echo=true")
             raise RequestError(
                 400,
-                f"{name} must be at least 1{rule}; got 0. Give such as 16{remedy}.",
+                f"{name} must be at least 1 without echo; got 0. Give such as 16, or echo=true.",
                 param=name,
             )
         if tokens > self.max_tokens:
