@@ -987,6 +987,32 @@ def test_a_loss_of_the_last_place_on_a_device_is_told():
         check_positions(gathering(), loss, GATHERED, SEQUENCES, abstract_mesh(context=2))
 
 
+@pytest.mark.parametrize(
+    "by_place",
+    [
+        lambda table, seq: table[:seq],
+        lambda table, seq: table[jnp.arange(seq)],
+        lambda table, seq: table[:1] * jax.random.normal(jax.random.key(0), (seq, 1)),
+        lambda table, seq: jax.lax.fori_loop(0, seq, lambda _, row: jnp.tanh(row), table[0]),
+    ],
+    ids=["a slice", "an index", "noise", "trips"],
+)
+@pytest.mark.parametrize("is_added", [True, False], ids=["added", "multiplied"])
+def test_params_that_a_loss_reads_by_the_places_of_a_device_are_told(by_place, is_added):
+    plain = gathering()
+    head = lambda outer, h: (plain.head(outer, h), by_place(outer["table"], h.shape[1]))
+    model = jaxpar.LayeredModel(plain.embed, plain.layer, head)
+
+    def loss(o, b):
+        loss_sum, weight_sum = OF_TOKENS(o[0], b)
+        of_params = jnp.sum(o[1] ** 2)
+        return loss_sum + of_params if is_added else loss_sum * of_params, weight_sum
+
+    told = "a number beside a sum over positions|how loss_sum depends on the number of positions"
+    with pytest.warns(UserWarning, match=f"on which a device has: .*({told})"):
+        check_positions(model, loss, GATHERED, SEQUENCES, abstract_mesh(context=2))
+
+
 def of_heads(slopes):
     """A layer that gives each position a mean over earlier ones, times a number that belongs to its head."""
 

@@ -305,7 +305,7 @@ def examine(
     ]
     for at, value in enumerate(found.sums):
         found.doubt(value, "loss")
-        if value.growth is None and value.kind in (Kind.FREE, Kind.SUM) and not reader.axis:
+        if value.growth is None and value.kind in (Kind.FREE, Kind.SUM):
             name = found.names[at] or ("loss_sum", "weight_sum")[at]
             what = f"how {name} depends on the number of rows"
             found.doubts.append(Reason(what, part="loss"))
