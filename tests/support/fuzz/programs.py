@@ -117,6 +117,40 @@ def _front(function: Callable, a: jax.Array, dim: int) -> jax.Array:
     return jnp.moveaxis(function(jnp.moveaxis(a, dim, 0)), 0, dim)
 
 
+def _in_pairs(a: jax.Array, dim: int) -> jax.Array:
+    """The neighbours along a dim as two dims, [..., pairs, 2, ...]."""
+    return a.reshape(*a.shape[:dim], -1, 2, *a.shape[dim + 1 :])
+
+
+def _added_up_by_chunks(a: jax.Array, dim: int) -> jax.Array:
+    chunks = jnp.moveaxis(_in_pairs(a, dim), dim, 0)
+    return lax.fori_loop(0, len(chunks), lambda at, total: total + chunks[at].sum(), 0.0)
+
+
+def _often(count: int, a: jax.Array) -> jax.Array:
+    return lax.fori_loop(0, count, lambda _, x: jnp.tanh(x), a)
+
+
+def _log_of_shifted(a: jax.Array, dim: int) -> jax.Array:
+    """The logarithm of a sum of exponentials, which are shifted by the largest of all."""
+    shift = lax.stop_gradient(a.max())
+    return jnp.log(jnp.exp(a - shift).sum(dim)) + shift
+
+
+def _while_sum_is_large(a: jax.Array) -> jax.Array:
+    is_large = lambda x: jnp.sum(jnp.abs(x)) > 1
+    return a + lax.while_loop(is_large, lambda x: x / 2, lax.stop_gradient(a))
+
+
+def _at_places(a: jax.Array, b: jax.Array) -> jax.Array:
+    return b[jnp.arange(len(a)) % len(b)]
+
+
+def _in_turn(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The elements of another array, one in each trip of a loop."""
+    return lax.fori_loop(0, len(b), lambda at, x: jnp.tanh(x + b[at]), a)
+
+
 def _shifted(a: jax.Array, dim: int) -> jax.Array:
     widths = [(1, 0) if d == dim else (0, 0) for d in range(a.ndim)]
     return lax.slice_in_dim(jnp.pad(a, widths), 0, a.shape[dim], axis=dim)
@@ -137,6 +171,16 @@ OF_EACH: Mapping[str, Callable] = {
     "transposed": lambda a: a.T,
     "of float32": lambda a: a.astype(jnp.float32).astype(a.dtype),
     "rounded": lambda a: jnp.clip(3 * a, -5, 5).astype(jnp.int32),
+    "while the sum": _while_sum_is_large,
+    "mean of all": jnp.mean,
+    "largest of all": jnp.max,
+    "squeezed": jnp.squeeze,
+    "gradient": lambda a: jax.grad(lambda x: jnp.sum(jnp.tanh(x) ** 2))(a),
+    "gradient of a mean": lambda a: jax.grad(lambda x: jnp.mean(jnp.sin(x)))(a),
+    "exp shifted": lambda a: jnp.exp(a - lax.stop_gradient(a.max())),
+    "mean of shifted": lambda a: jnp.log(jnp.mean(jnp.exp(a - a.max()))) + a.max(),
+    "by the sum": lambda a: a / (1 + jnp.abs(jnp.sum(a))),
+    "noise": lambda a: a + jax.random.normal(jax.random.key(1), a.shape),
 }
 ALONG: Mapping[str, Callable] = {
     "sum": lambda a, dim: a.sum(dim),
@@ -213,6 +257,21 @@ ALONG: Mapping[str, Callable] = {
     "to the front": lambda a, dim: jnp.moveaxis(a, dim, 0),
     "joined dims": lambda a, dim: a.reshape(-1, *a.shape[2:]),
     "parted dim": lambda a, dim: a.reshape(-1, 2, *a.shape[1:]),
+    "in pairs": _in_pairs,
+    "difference of pairs": lambda a, dim: jnp.diff(_in_pairs(a, dim), axis=dim + 1),
+    "difference of halves": lambda a, dim: jnp.subtract(*jnp.split(a, 2, dim)),
+    "by chunks": lambda a, dim: lax.map(
+        lambda x: x - x.mean(dim), jnp.moveaxis(_in_pairs(a, dim), dim + 1, 0)
+    ),
+    "added up by chunks": _added_up_by_chunks,
+    "log of shifted": _log_of_shifted,
+    "places alone": lambda a, dim: jnp.arange(a.shape[dim]) / 3,
+    "drawn alone": lambda a, dim: jax.random.normal(jax.random.key(2), (a.shape[dim], 1)),
+    "triangle alone": lambda a, dim: jnp.tril(jnp.ones((a.shape[dim],) * 2)),
+    "as often": lambda a, dim: _often(a.shape[dim], a),
+    "half as often": lambda a, dim: _often(a.shape[dim] // 2, a),
+    "cumprod": lambda a, dim: jnp.cumprod(jnp.tanh(a) + 0.5, dim),
+    "histogram": lambda a, dim: jnp.histogram(a, 4)[0] * 1.0,
 }
 OF_PAIRS: Mapping[str, Callable] = {
     "add": jnp.add,
@@ -231,6 +290,15 @@ OF_PAIRS: Mapping[str, Callable] = {
     "chosen case": lambda a, b: lax.cond(jnp.sum(b) > 0, jnp.sin, jnp.cos, a),
     "dot": lambda a, b: jnp.vdot(a, b),
     "first of another": lambda a, b: a.at[0].set(b[0]),
+    "at places": _at_places,
+    "in turn": _in_turn,
+    "case of each": lambda a, b: jax.vmap(
+        lambda x, y: lax.cond(y > 0, jnp.sin, lambda x: x / 2, x)
+    )(a, b),
+    "of the same rows": lambda a, b: a * b.reshape(b.shape + (1,) * (a.ndim - b.ndim)),
+    "mean of the masked": lambda a, b: (
+        jnp.tensordot(b > 0, a, 1) / jnp.maximum(jnp.sum(b > 0), 1.0)
+    ),
 }
 WITH_INTEGERS: Mapping[str, Callable] = {
     "taken": lambda a, i: a[i % a.shape[0]],
@@ -244,6 +312,10 @@ WITH_INTEGERS: Mapping[str, Callable] = {
     "sliced at": lambda a, i: lax.dynamic_slice_in_dim(a, i.reshape(-1)[0] % 2, 2),
     "by bins": lambda a, i: jnp.bincount(i.reshape(-1) % 4, length=4)[i % 4][..., None] * a,
     "times": lambda a, i: a * i,
+    "changed at": lambda a, i: a.at[jnp.arange(len(a)), i.reshape(len(a), -1)[:, 0]].add(1),
+    "as often as the largest": lambda a, i: lax.fori_loop(
+        0, jnp.max(i) % 4, lambda _, x: jnp.sin(x), a
+    ),
 }
 
 
