@@ -26,6 +26,7 @@ from tyro.conf import OmitArgPrefixes
 import jaxpar
 from jaxpar.commands import recipe
 from jaxpar.data.batches import round_up
+from jaxpar.data.text import OF_NO_PATH
 from jaxpar.data_parallel import check_sequences
 from jaxpar.fields import check_at_least
 from jaxpar.huggingface.config import beyond_positions
@@ -308,6 +309,8 @@ def check_settings(config: Config) -> None:
     check_keep_best(config, has_routing=True)  # which the model is not known yet to lack
     if own.init_from is None:
         language_model.check_model(own, data.seq, needs_weights=False)
+        if not data.data:
+            language_model.check_reads_bytes(own, data.seq, OF_NO_PATH)
     pipeline = own.schedule, own.num_chunks, own.layers_per_virtual_stage
     language_model.check_pipeline(config.mesh.stage, *pipeline)
     lora_flags.check_lora(config.lora, config.optimizer, own.router_bias_rate)

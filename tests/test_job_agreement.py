@@ -335,6 +335,8 @@ def test_pods_without_gpus_or_a_command_are_told_or_taken():
         ("jobset", "spec failurePolicy rules +", {"name": "all", "action": "FailJobSet"},
          "after a failure such as a lost process (exit code 70) nothing restarts the job. Write failurePolicy and pod"),
         ("jobset", "job podFailurePolicy rules 2", None, "after a drained node the restart counts towards maxRestarts. Writ"),
+        ("jobset", "job podFailurePolicy rules 2 onPodConditions 0 status", "False", "after a drained node the restart count"),
+        ("jobset", "job podFailurePolicy rules 2 onPodConditions 0 status", None, ""),
         ("jobset", "main command", ["--mesh.data", "4"], "spec.replicatedJobs.0 has no command: the image's own is run, of"),
         ("trainjob", "main image", None, "spec.trainer has no image: that of the runtime is used, which may have neither ja"),
         ("jobset", "main command +", "--overwrite", "the command has --overwrite: JAXPAR_RESUME=if-any, which a job sets, go"),
@@ -814,6 +816,7 @@ def test_a_variable_at_which_a_run_would_end_is_refused(tmp_path, name, value, m
             "--steps must be given once; got --steps 5 and --steps 9. Leave all but one out.",
         ),
         (["--batch-size", "4096"], ""),
+        (["--model", "llama3.2-1b"], ""),
     ],
 )
 def test_flags_of_the_command_of_a_manifest_are_checked_as_before_it_is_written(
@@ -832,6 +835,20 @@ def test_flags_of_the_command_of_a_manifest_are_checked_as_before_it_is_written(
         assert message in said
     else:
         assert not message
+
+
+def test_a_model_with_a_vocabulary_needs_data_in_its_manifest(tmp_path):
+    """Without them its run would read the source of Python's standard library as bytes, and end at once."""
+    (job,) = documents("jobset")
+    pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    command = pod["containers"][0]["command"]
+    at = command.index("--data")
+    command[at : at + 2] = ["--model", "llama3.2-1b"]
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job))
+    message = "--model llama3.2-1b reads tokens of a vocabulary of 128256; got the source of Python"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        main(["--check", str(file)])
 
 
 def test_a_job_without_pods_is_refused():

@@ -1537,6 +1537,10 @@ def test_the_command_plans_for_the_config_of_a_folder(tmp_path, capsys):
         assert main([*longer, seq]) == 0
         told = f"--seq {seq} is longer than the 16384 positions that {tmp_path} was trained for"
         assert (told in capsys.readouterr().err) == is_told
+    for seq, is_told in (("1024", False), ("2048", True)):
+        assert main(["plan", "--model", "gpt2", *HELD, "--seq", seq]) == 0
+        told = f"--seq {seq} is longer than the 1024 positions of gpt2: its learned table is planned with"
+        assert (told in capsys.readouterr().err) == is_told
     for name, remedy in (
         ("./nothing", "got ./nothing, which does not exist. Name the folder of a model."),
         (str(tmp_path / "elsewhere"), "elsewhere, which does not exist. Name the folder of a"),

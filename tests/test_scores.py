@@ -192,6 +192,74 @@ def byte_fallback(folder):
     return folder
 
 
+def space_prefixed(folder):
+    """A tokenizer in the form of Llama 2's and Mistral's: "▁" is a space, and the first one of a text is left out."""
+    bytes_of_it = [f"<0x{byte:02X}>" for byte in range(256)]
+    whole = ["<unk>", "<s>", "▁", "a", "b", "▁a", "▁b"]
+    vocab = {token: index for index, token in enumerate([*whole, *bytes_of_it])}
+    merges = [("▁", "a"), ("▁", "b")]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True)
+    )
+    normalizers, decoders = tokenizers.normalizers, tokenizers.decoders
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    made.add_special_tokens(["<s>"])
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    return read_tokenizer(folder)
+
+
+def made_up(row, top):
+    """Scores of -1 for each token of a row, and in each place from -2 down for the likeliest ones."""
+    each = np.tile(-np.arange(len(top)) - 2.0, (len(row), 1))
+    return TokenScores(-np.ones(len(row)), np.tile(top, (len(row), 1)), each)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("a  b", ["a", " ", " b"]),
+        ("ab b", ["a", "b", " b"]),
+        (" b", ["", " b"]),
+        ("b\n b", ["b", "\n", " b"]),
+    ],
+)
+def test_names_of_tokens_have_the_spaces_that_the_text_has(tmp_path, text, names):
+    tokenizer = space_prefixed(tmp_path / "model")
+    [(tokens, _)] = tokenizer.encode([text], begins=[False])
+    row = tokens.tolist()
+    for given in (text, None):
+        echo = echo_of(tokenizer, given, tokens)
+        found = logprobs(
+            tokenizer, row, made_up(row, [3]), num_prompt=len(row), num_top=1, echo=echo
+        )
+        assert (found["tokens"], "".join(names)) == (names, echo.text)
+    longer = [*row, 6, 4]
+    answer = logprobs(tokenizer, longer, made_up(longer, [3]), num_prompt=len(row), num_top=1)
+    assert (answer["tokens"], answer["text_offset"]) == ([" b", "b"], [0, 2])
+
+
+def test_two_tokens_of_one_name_are_two_entries(tmp_path):
+    """A byte and the character that it is, and tokens of padding that the tokenizer does not have."""
+    tokenizer = space_prefixed(tmp_path / "model")
+    byte, row = 7 + ord("b"), [1, 5, 4, 300]
+    scores, echo = made_up(row, [byte, 6, 4, 300, 301]), echo_of(tokenizer, None, np.array(row))
+    found = logprobs(tokenizer, row, scores, num_prompt=len(row), num_top=5, echo=echo)
+    *_, b, padding = found["top_logprobs"]
+    assert b == {"b": -1, f"token_id:{byte}": -2, " b": -3, "": -5, "token_id:301": -6}
+    assert padding == {"": -1, "b": -2, " b": -3, "token_id:4": -4, "token_id:301": -6}
+
+
 @pytest.mark.parametrize("kind", ["byte-level", "byte-fallback", "bytes"])
 def test_parts_of_a_character_are_named_by_their_bytes_and_are_entries_of_their_own(tmp_path, kind):
     make = {"byte-level": write_tokenizer, "byte-fallback": byte_fallback}.get(kind)

@@ -117,9 +117,13 @@ def planned_model(flags: Any) -> PlannedModel:
             f"{error} Or name a folder, such as ./{named}, which is not here, or module:name."
         ) from error
     if config.positions == "learned" and flags.seq is not None:
-        config = dataclasses.replace(
-            config, max_positions=flags.seq
-        )  # as the recipe makes its table
+        if flags.seq > config.max_positions:
+            tell(
+                f"{arg('seq')} {flags.seq} is longer than the {config.max_positions} positions of {named}: its learned table "
+                "is planned with as many, as a run makes it"
+            )
+        # As the recipe makes its table.
+        config = dataclasses.replace(config, max_positions=flags.seq)
     return _of_config(flags, config, "flash", {"model": named, "dtype": DTYPE})
 
 

@@ -31,6 +31,7 @@ from jaxpar.fields import arg, check_positive
 from jaxpar.runtime.output import needing_extra, printable
 
 BYTES = 256
+OF_NO_PATH = "the source of Python's standard library"
 MOST_COUNTED = 10_000_000  # tokens whose frequencies are counted, of all sources together
 CHECKED_TOKENS = 2**20  # at each end of a part
 LEAST_WIDE = 64  # bytes of a .bin that is looked at for tokens of four bytes each
@@ -138,7 +139,7 @@ def _standard_library(test_fraction: float) -> Text:
         for f in root.rglob("*.py")
         if not _NOT_THE_LIBRARY.intersection(f.relative_to(root).parts)
     )
-    return _split_by_file(root, files, test_fraction, "the source of Python's standard library")
+    return _split_by_file(root, files, test_fraction, OF_NO_PATH)
 
 
 def check_inside(folder: Path, files: Sequence[Path]) -> None:

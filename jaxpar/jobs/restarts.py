@@ -138,9 +138,9 @@ def answer(policy: Mapping[str, Any], job: Mapping[str, Any], code: int | None) 
 
 def _is_of(rule: Mapping[str, Any], code: int | None) -> bool:
     if code is TAKEN_AWAY:
-        return any(
-            each.get("type") == "DisruptionTarget" for each in rule.get("onPodConditions", [])
-        )
+        conditions = rule.get("onPodConditions", [])
+        wanted = ("DisruptionTarget", "True")  # the API's default of a status
+        return any((each.get("type"), each.get("status", "True")) == wanted for each in conditions)
     codes = rule.get("onExitCodes")
     return codes is not None and (code in codes.get("values", [])) == (
         codes.get("operator") == "In"

@@ -213,10 +213,12 @@ def _check_blocks(
     parts = math.prod(sharding.mesh.shape[axis] for axis in axes if axis is not None)
     unit = BLOCK if weight.kind in IN_BLOCKS else 1
     if size % (parts * unit):
+        blocks, of = size // unit, " and ".join(axis for axis in axes if axis is not None)
+        fitting = f"whose {of} divides its {blocks} blocks" if blocks > 1 else f"without {of}"
         raise ValueError(
             f"each device must have whole blocks of {unit} values of a weight in {weight.kind}; got "
             f"{path}, which sums over {size}, in {parts} parts of {size / parts:g}. "
-            f"Use int8, or a mesh that divides {size // unit} blocks."
+            f"Use int8, or a mesh {fitting}."
         )
 
 

@@ -200,17 +200,9 @@ def model_config(
     flags: ModelFlags, seq: int, text: Data, mesh: Mesh, gpu: GpuFlags | None = None
 ) -> TransformerConfig:
     """Returns the model that the flags ask for, for these data and this mesh."""
+    if text.is_bytes:
+        check_reads_bytes(flags, seq, text.source)
     config, named = config_of_flags(flags, seq)
-    if text.is_bytes and (config.tokens != "bytes" or config.vocab_size < BYTES):
-        other = (
-            "choose --model gpt2-bytes, llama-bytes, bloom-bytes or moe-bytes"
-            if flags.init_from is None
-            else 'if its tokens are bytes, add "jaxpar_tokens": "bytes" to its config.json'
-        )
-        raise ValueError(
-            f"{named} reads tokens of a vocabulary of {config.vocab_size}; got {text.source}, whose tokens are bytes. Give a "
-            f".bin of its tokens by --data, its tokenizer.json by --tokenizer, or {other}."
-        )
     if flags.init_from is None and isinstance(text.tokenizer, FolderTokenizer):
         _check_tokenizer(text.tokenizer, config, named)
     config.check_tensor(mesh.shape["tensor"])
@@ -220,6 +212,22 @@ def model_config(
             check_cudnn()
         config = replace(config, attention=jaxpar.flash_attention)
     return config
+
+
+def check_reads_bytes(flags: ModelFlags, seq: int, source: str) -> None:
+    """Raises ValueError where the model reads other tokens than bytes, which those of a source are."""
+    config, named = config_of_flags(flags, seq)
+    if config.tokens == "bytes" and config.vocab_size >= BYTES:
+        return
+    other = (
+        "choose --model gpt2-bytes, llama-bytes, bloom-bytes or moe-bytes"
+        if flags.init_from is None
+        else 'if its tokens are bytes, add "jaxpar_tokens": "bytes" to its config.json'
+    )
+    raise ValueError(
+        f"{named} reads tokens of a vocabulary of {config.vocab_size}; got {source}, whose tokens are bytes. Give a "
+        f".bin of its tokens by --data, or text by --data with its tokenizer.json by --tokenizer, or {other}."
+    )
 
 
 def _check_tokenizer(tokenizer: FolderTokenizer, config: TransformerConfig, named: str) -> None:

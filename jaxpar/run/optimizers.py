@@ -201,9 +201,11 @@ def check_optimizer(flags: OptimizedFlags) -> None:
     warmup = warmup_steps_of(flags)
     check_at_least(0, warmup_steps=warmup)
     if warmup >= flags.common.steps:
+        fewer = f"{_chosen(flags, 'warmup_steps', flags.common.steps // 10)}, or "
+        whole = ", and at least the steps that the run has done" if flags.common.resume else ""
         raise ValueError(
             f"--warmup-steps must be less than --steps; got {warmup} and {flags.common.steps}. Choose "
-            f"{_chosen(flags, 'warmup_steps', flags.common.steps // 10)}, or --steps {warmup + 1} or more."
+            f"{fewer}--steps {warmup + 1} or more{whole}."
         )
     _check_values(flags)
     for name, optimizers in USED_BY.items():

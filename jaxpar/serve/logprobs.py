@@ -4,12 +4,13 @@ r"""The field ``logprobs`` of a completion: how likely the tokens of a prompt an
      "text_offset": [0, 3]}
 
 Nothing is known of the first token of a prompt. The likeliest tokens of a place are named by their text, with the token that is
-there; of two with one text the likelier is kept. A token that has a part of a character alone is named by its bytes, such as
-bytes:\xe6\x97. Special tokens are named too. An offset is where the text of a token begins in
-the text of the completion; a token that the text does not show, such as one that ends it, has that of the next.
+there. It is their text after other text: tokenizers of SentencePiece leave out the space of a token that begins a text. A token
+that has a part of a character alone is named by its bytes, such as bytes:\xe6\x97; one whose name is that of another token of
+the place by its number, such as token_id:98. Special tokens are named too. An offset is where the text of a token begins in the
+text of the completion; a token that the text does not show, such as one that ends it, has that of the next.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -77,28 +78,63 @@ def logprobs(
         num_top: The likeliest tokens to tell of each place, at most ``MOST_TOP``.
         echo: The prompt, where the text begins with it.
     """
-    text = cache(lambda token: tokenizer.decode(np.array([token], np.int64), special=True))
+    text = cache(_texts(tokenizer))
     name = cache(lambda token: _name(text(token), tokenizer.bytes_of(token)))
     stream, at = TextStream(tokenizer, row[:num_prompt]), len(echo.text) if echo else 0
     answer = _offsets(stream, [(token, text(token)) for token in row[num_prompt:]], at)
     offsets = [*(echo.offsets if echo else ()), *answer]
+    first = 0 if echo else num_prompt
+    names = [name(token) for token in row[first:]]
+    begins = _of_beginning(tokenizer, row, text, echo)
+    if begins is not None and begins >= first:
+        token = row[begins]
+        names[begins - first] = _name(_alone(tokenizer, token, True), tokenizer.bytes_of(token))
     found: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],
         "top_logprobs": [],
         "text_offset": offsets,
     }
-    for at in range(0 if echo else num_prompt, len(row)):
+    for at, named in enumerate(names, first):
         own = float(scores.log_probs[at])
-        top = {name(row[at]): own}
-        for token, value in zip(scores.top[at][:num_top], scores.top_log_probs[at], strict=False):
-            named = name(int(token))
-            top[named] = max(float(value), top.get(named, float(value)))
+        top = {named: own}
+        likeliest = zip(scores.top[at][:num_top].tolist(), scores.top_log_probs[at], strict=False)
+        for token, value in likeliest:
+            if token == row[at]:
+                continue
+            other = name(token)
+            top[f"token_id:{token}" if other in top else other] = float(value)
         is_first = at == 0
-        found["tokens"].append(name(row[at]))
+        found["tokens"].append(named)
         found["token_logprobs"].append(None if is_first else own)
         found["top_logprobs"].append(None if is_first else top)
     return found
+
+
+def _texts(tokenizer: Tokenizer) -> Callable[..., str]:
+    """Returns what gives the text of a token as it stands after other text; ``special``: of special ones too."""
+    [(before, _)] = tokenizer.encode(["a"], begins=[False])
+    shown = tokenizer.decode(before)
+
+    def text(token: int, *, special: bool = True) -> str:
+        after = tokenizer.decode(np.array([*before, token], np.int64), special=special)
+        is_after = after.startswith(shown)
+        return after.removeprefix(shown) if is_after else _alone(tokenizer, token, special)
+
+    return text
+
+
+def _alone(tokenizer: Tokenizer, token: int, special: bool) -> str:
+    return tokenizer.decode(np.array([token], np.int64), special=special)
+
+
+def _of_beginning(
+    tokenizer: Tokenizer, row: Sequence[int], text: Callable[..., str], echo: Echo | None
+) -> int | None:
+    """Returns the place of the token with which the text begins; None where special tokens are shown before it."""
+    at = next((at for at, token in enumerate(row) if text(token, special=False)), None)
+    before = tokenizer.decode(np.array(row[:at], np.int64), special=True)
+    return None if echo and before and echo.text.startswith(before) else at
 
 
 def _name(text: str, own: bytes) -> str:
