@@ -36,8 +36,9 @@ class LayeredModel:
         layer: ``layer(layer_params, x) -> x``, which keeps the structure, shapes and dtypes of ``x``. ``x`` is any pytree:
             masks, positions or PRNG keys may be part of it. No row may depend on others. A leaf without rows must be the same
             for every row or a sum over rows that the loss adds (``row_checks.py``). If layers differ, a sequence of one
-            function per layer, or one function for all, with ``params["layers"]`` a list of the params of each layer; the
-            shapes of ``x`` may then change between layers.
+            function per layer, or one function for all, with ``params["layers"]`` a list of the params of each layer. Each
+            function is then called once, with its item of the list, whose arrays have no leading dim of layers; there may be
+            more of them than stages, and the shapes of ``x`` may change from one to the next.
         head: ``head(outer, x) -> outputs``. Both embed and head get ``outer``, so tied weights need no special handling.
     """
 

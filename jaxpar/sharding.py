@@ -240,7 +240,8 @@ def _check_layers_divide(path: str, shape: Sequence[int], mesh: Mesh | AbstractM
             f"layers in the model's order must be divisible by the stage axis; got {count} layers in {path} of shape "
             f"{tuple(shape)}, {arg(stage=stage)}. Pack them, which adds padding: layout = jaxpar.LayerLayout({count}, "
             f"{stage}), with num_chunks and placement of the schedule; params = layout.pack_params(params), or of shapes alone "
-            "jax.eval_shape(layout.pack_params, params); and value_and_grad(..., layout=layout). "
+            "jax.eval_shape(layout.pack_params, params); and give the layout: jaxpar.Parallel(mesh, shardings, layout=layout), "
+            "or value_and_grad(..., layout=layout) where that is given a mesh. "
             f"Or choose {arg('stage')} from {_divisors(count, mesh)}."
         )
 

@@ -166,6 +166,29 @@ def check_trainable(trainable: Any) -> None:
         )
 
 
+def _how_to_train(params: PyTree) -> str:
+    """Returns for a message how the trained params that have a gradient are named in the settings; "" without any."""
+    wanted, others = [], []
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_frozen):
+        trains = not is_frozen(node) and jnp.issubdtype(jnp.result_type(node), jnp.inexact)
+        (wanted if trains else others).append(path_string(path).split("/"))
+    patterns = dict.fromkeys(_pattern(path, others) for path in wanted)
+    if not patterns:
+        return ""
+    return (
+        f": jaxpar.Parallel(mesh, shardings, trainable={list(patterns)}), or value_and_grad and init_state with the same "
+        "trainable= where these are given a mesh"
+    )
+
+
+def _pattern(path: Sequence[str], others: Sequence[Sequence[str]]) -> str:
+    """Returns the shortest pattern of the paths that begin as ``path`` does, of which none is of ``others``."""
+    for count in range(1, len(path)):
+        if all(other[:count] != path[:count] for other in others):
+            return "/".join([*path[:count], "**"])
+    return "/".join(path)
+
+
 def check_params(params: PyTree) -> None:
     """Raises for params that have no gradient and are not frozen, or that XLA cannot compile."""
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_frozen):
@@ -174,7 +197,7 @@ def check_params(params: PyTree) -> None:
             raise TypeError(
                 "params must be floating-point or complex arrays, since each is given a gradient; got "
                 f"{path_string(path)} of dtype {jnp.result_type(leaf)}. Leave it out of trainable=, "
-                "which then names the others, or put one for each row into the batch, or close over it."
+                f"which then names the others{_how_to_train(params)}. Or put one for each row into the batch, or close over it."
             )
         if EMPTY_ARRAYS_CRASH and jnp.size(leaf) == 0:
             raise ValueError(

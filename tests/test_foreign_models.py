@@ -1,5 +1,8 @@
 """Models as others write them: Python numbers, empty arrays, host callbacks and constraints work, or are refused plainly."""
 
+import ast
+import re
+
 import jax
 import jax.experimental
 import jax.numpy as jnp
@@ -255,8 +258,12 @@ def test_params_without_gradients_are_refused(name, leaf):
     with pytest.raises(
         TypeError,
         match=rf"floating-point or complex.*got layers/leaf of dtype {leaf.dtype}. Leave it out of trainable=, which then",
-    ):
+    ) as raised:
         run(MODEL, name, params)
+    named = re.search(r"shardings, trainable=(\[.*?\])\)", str(raised.value))
+    assert named is not None
+    trained = jaxpar.trainable.trained_part(params, ast.literal_eval(named[1]))
+    assert trained == params | {"layers": params["layers"] | {"leaf": None}}
 
 
 @pytest.mark.parametrize("zero", [2, pytest.param(3, marks=pytest.mark.full)])

@@ -1227,6 +1227,36 @@ def test_an_array_of_all_rows_that_a_function_closes_over_is_told_to_belong_in_t
         jax.eval_shape(step, {"w": jnp.ones((1, 1))}, {"x": of_rows})
     (note,) = raised.value.__notes__[:1]
     assert "one of the 4 parts of a batch" in note
+    assert "here 2 of 8 rows" in note
+
+
+@pytest.mark.parametrize(
+    "of_all_rows",
+    [
+        lambda x: x.reshape(8, 1),
+        lambda x: jnp.concatenate([x, np.ones((8, 1), np.float32)], axis=1),
+        lambda x: jnp.einsum("bd,bd->bd", x, np.ones((8, 1), np.float32)),
+        lambda x: jaxpar.losses.squared_error(x, jnp.ones((8, 1)))[0],
+    ],
+)
+def test_what_takes_all_rows_alone_is_told_that_it_is_given_a_part(of_all_rows):
+    """Of errors with other words than those of JAX about shapes, also of the package's own."""
+    mesh = jaxpar.make_mesh(data=2, devices=jax.devices()[:2])
+    model = lambda params, batch: batch["x"] * params["w"]
+    loss = lambda o, batch: (jnp.sum(of_all_rows(o)), jnp.float32(len(o)))
+    step = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        jax.eval_shape(step, {"w": jnp.ones((1, 1))}, {"x": np.ones((8, 1), np.float32)})
+    assert any("here 2 of 8 rows" in note for note in raised.value.__notes__)
+
+
+def test_an_error_for_all_rows_too_is_not_blamed_on_the_parts():
+    mesh = jaxpar.make_mesh(data=2, devices=jax.devices()[:2])
+    model = lambda params, batch: batch["x"] * params["w"] + jnp.ones((7, 1))
+    step = jaxpar.value_and_grad(model, lambda o, _: (jnp.sum(o), 1.0), mesh, num_microbatches=2)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        jax.eval_shape(step, {"w": jnp.ones((1, 1))}, {"x": np.ones((8, 1), np.float32)})
+    assert not any("parts of a batch" in note for note in getattr(raised.value, "__notes__", ()))
 
 
 KEYS = list(jax.random.split(jax.random.key(5), 40))

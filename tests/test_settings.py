@@ -1,5 +1,7 @@
 """The settings said once: what the objects refuse, and that they are the keywords of before."""
 
+import dataclasses
+import functools
 import re
 
 import jax
@@ -68,7 +70,10 @@ def test_checkpoints_take_the_same_object(mesh, tmp_path):
     ("objects", "keywords", "message"),
     [
         ({"zero": 1}, {"zero": 0}, "got zero=0 and zero=1 in jaxpar.Parallel. Leave zero out beside the Parallel"),
-        ({}, {"layout": jaxpar.LayerLayout(4, 2)}, "and layout=None in jaxpar.Parallel"),
+        ({}, {"layout": jaxpar.LayerLayout(4, 2)}, "and layout=None in jaxpar.Parallel, its default. Give it to the Parallel"),
+        ({}, {"zero": 1}, "instead: jaxpar.Parallel(..., zero=1), or dataclasses.replace(parallel, zero=1)."),
+        ({}, {"trainable": ["a"]}, "trainable=None in jaxpar.Parallel, its default. Give it to the Parallel instead: "),
+        ({}, {"schedule": "gpipe"}, "or dataclasses.replace(pipeline, schedule='gpipe')."),
         ({"num_microbatches": 4}, {"num_microbatches": 1}, "got num_microbatches=1 and num_microbatches=4 in jaxpar.Pipeline"),
         ({}, {"remat": True}, "got remat='full' and remat='none' in jaxpar.Pipeline"),
     ],
@@ -78,6 +83,32 @@ def test_a_keyword_that_contradicts_an_object_is_refused(mesh, objects, keywords
     parallel = Parallel(mesh, **({} if objects.keys() & {"num_microbatches"} else objects))
     with pytest.raises(ValueError, match=re.escape(message)):
         jaxpar.value_and_grad(tiny.MODEL, tiny.loss, parallel, ours, **keywords)
+
+
+def test_uneven_layers_are_packed_beside_a_parallel_as_each_message_says():
+    mesh, outer = jaxpar.make_mesh(stage=2), {"w": jnp.ones((2, 1))}
+    params = {"outer": outer, "layers": {"w": jnp.ones((5, 2, 2))}}
+    model = jaxpar.LayeredModel(
+        lambda _, batch: batch["x"], lambda p, x: jnp.tanh(x @ p["w"]), lambda o, x: x @ o["w"]
+    )
+    loss = lambda outputs, batch: jaxpar.losses.squared_error(outputs, batch["x"][:, :1])
+    rules, batch = {"**": jaxpar.replicated()}, {"x": jnp.ones((4, 2))}
+    with pytest.raises(ValueError, match=r"Pack them.*jaxpar\.Parallel\(mesh, shardings, layout="):
+        jaxpar.shardings_from_paths(params, mesh, rules)
+    layout = jaxpar.LayerLayout(5, 2)
+    packed = layout.pack_params(params)
+    parallel = Parallel(mesh, jaxpar.shardings_from_paths(packed, mesh, rules))
+    given = functools.partial(jaxpar.value_and_grad, model, loss, num_microbatches=2)
+    with pytest.raises(ValueError, match=r"dataclasses\.replace\(parallel, layout=layout\)"):
+        given(parallel, layout=layout)
+    with pytest.raises(TypeError, match=r"packed them: jaxpar\.Parallel\(mesh, shardings, layout="):
+        jax.eval_shape(given(parallel), packed, batch)
+    for followed in (
+        given(dataclasses.replace(parallel, layout=layout)),
+        given(Parallel(mesh, parallel.shardings, layout=layout)),
+        given(mesh, layout=layout),
+    ):
+        jax.eval_shape(followed, packed, batch)
 
 
 def test_a_keyword_that_agrees_is_taken(mesh):

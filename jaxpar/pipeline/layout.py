@@ -292,7 +292,11 @@ def open_params(params: PyTree, layout: LayerLayout | None) -> PyTree:
         layout: Their layout; None for layers in the model's order.
     """
     if layout is None:
-        check_unpacked(params, "Or give value_and_grad the layout= that packed them.")
+        check_unpacked(
+            params,
+            "Or give the layout that packed them: jaxpar.Parallel(mesh, shardings, layout=layout), or "
+            "value_and_grad(..., layout=layout) where that is given a mesh.",
+        )
     if layout is None or not is_layered(params) or not is_stacked(params):
         return params
     return params | {LAYERS: layout.tree_of(params[LAYERS])}

@@ -319,13 +319,30 @@ def _settings(kind: type, given: Any, keywords: Mapping[str, Any]) -> Parallel |
     for name, keyword in keywords.items():
         value, own = getattr(replace(given, **{name: keyword}), name), getattr(given, name)
         if value != own:
-            both = f"{name}={value!r} and {name}={own!r} in jaxpar.{kind.__name__}"
-            raise ValueError(
-                "a setting must be given once, or the same each time; got "
-                f"{'two shardings' if name == 'shardings' else both}. Leave {name} out beside the {kind.__name__}, or change "
-                f"it there: dataclasses.replace({kind.__name__.lower()}, {name}=...)."
-            )
+            raise ValueError(_contradiction(kind, name, value, own))
     return given
+
+
+def _contradiction(kind: type, name: str, value: Any, own: Any) -> str:
+    """Returns a message about a keyword beside an object that has another value, which may be its default."""
+    of_kind, variable = kind.__name__, kind.__name__.lower()
+    (default,) = (field.default for field in fields(kind) if field.name == name)
+    given = "shardings" if name == "shardings" else f"{name}={value!r}"
+    if own != default:
+        both = f"{given} and {name}={own!r} in jaxpar.{of_kind}"
+        return (
+            "a setting must be given once, or the same each time; got "
+            f"{'two shardings' if name == 'shardings' else both}. Leave {name} out beside the {of_kind}, or change "
+            f"it there: dataclasses.replace({variable}, {name}=...)."
+        )
+    written = (
+        f"{name}={value!r}" if isinstance(value, (int, str, list, tuple)) else f"{name}={name}"
+    )
+    return (
+        f"a setting beside a jaxpar.{of_kind} must be the same in it; got {given} and {name}={own!r} in jaxpar.{of_kind}, its "
+        f"default. Give it to the {of_kind} instead: jaxpar.{of_kind}(..., {written}), or "
+        f"dataclasses.replace({variable}, {written})."
+    )
 
 
 def check_settings(model: Any, loss: Any, parallel: Parallel, pipeline: Pipeline) -> None:

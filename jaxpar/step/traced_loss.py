@@ -8,6 +8,7 @@ linear in its cotangent, because it clips or rounds gradients, returns the same 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -111,7 +112,8 @@ def trace_loss(
     forward = model.apply if isinstance(model, LayeredModel) else model
 
     def of_part() -> TracedLoss:
-        with _parts_told(mesh, num_replicas(mesh) * num_microbatches):
+        whole = partial(_can_be_traced, forward, loss, params, batch)
+        with _parts_told(mesh, num_replicas(mesh) * num_microbatches, microbatch, whole):
             traced, outputs = jax.make_jaxpr(forward, return_shape=True)(params, microbatch)
             of_loss = jax.make_jaxpr(loss)(outputs, microbatch)
         with second_trace(True):
@@ -164,17 +166,28 @@ def trace_loss(
 
 
 @contextmanager
-def _parts_told(mesh: Mesh, num_parts: int) -> Iterator[None]:
-    """Adds to JAX's error about shapes that model and loss are given a part of the rows, and of each sequence."""
+def _parts_told(
+    mesh: Mesh, num_parts: int, microbatch: PyTree, takes_whole: Callable[[], bool]
+) -> Iterator[None]:
+    """Adds to an error that only a part of the rows, or of each sequence, raises that model and loss are given one.
+
+    Args:
+        mesh: The mesh.
+        num_parts: The number of parts into which the rows are split.
+        microbatch: ShapeDtypeStructs of a part.
+        takes_whole: Whether model and loss can be traced for the whole batch, asked after an error.
+    """
     try:
         yield
-    except (TypeError, ValueError) as error:
-        if "ncompatible shapes" not in str(error):
+    except Exception as error:
+        if "ncompatible shapes" not in str(error) and not takes_whole():
             raise
         if num_parts > 1:
+            rows = jax.tree.leaves(microbatch)[0].shape[0]
             error.add_note(
                 f"Model and loss are given one of the {num_parts} parts of a batch at once, those of all microbatches and "
-                "replicas. An array of all rows that one of them closes over belongs in the batch."
+                f"replicas: here {rows} of {num_parts * rows} rows. An array of all rows that one of them closes over belongs "
+                "in the batch, and a number of rows must be read from what they are given: len(x)."
             )
         if mesh.shape[CONTEXT] > 1:
             error.add_note(
@@ -183,6 +196,16 @@ def _parts_told(mesh: Mesh, num_parts: int) -> Iterator[None]:
                 "table[jaxpar.context_parallel.places(h.shape[1])]."
             )
         raise
+
+
+def _can_be_traced(
+    forward: Callable[[PyTree, PyTree], PyTree], loss: Loss, params: PyTree, batch: PyTree
+) -> bool:
+    try:
+        jax.eval_shape(lambda *given: loss(forward(*given), given[1]), params, batch)
+    except Exception:
+        return False
+    return True
 
 
 def _is_read(jaxpr: Any) -> Sequence[bool]:
