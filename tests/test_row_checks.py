@@ -1008,7 +1008,7 @@ def test_params_that_a_loss_reads_by_the_places_of_a_device_are_told(by_place, i
         of_params = jnp.sum(o[1] ** 2)
         return loss_sum + of_params if is_added else loss_sum * of_params, weight_sum
 
-    told = "a number beside a sum over positions|how loss_sum depends on the number of positions"
+    told = "a number beside a sum over positions|it depends on the number of devices"
     with pytest.warns(UserWarning, match=f"on which a device has: .*({told})"):
         check_positions(model, loss, GATHERED, SEQUENCES, abstract_mesh(context=2))
 

@@ -166,9 +166,12 @@ def in_doubt_by_devices(op: Operation, given: Values, made: Sequence[Value]) -> 
     are_shared = all(value.is_free for value in given)
     why = carried_on(first_why(given)) if are_shared else NONE
     grows = bool(op.axis) and any(v.is_free and v.growth not in (1, None) for v in given)
+    # A sum that is multiplied by what grows in a way that is not known, such as params by the places of a device.
+    is_scaled = bool(op.axis) and any(v.is_free and v.growth is None for v in given)
+    is_scaled = is_scaled and any(v.kind is Kind.SUM and v.growth is not None for v in given)
     results = []
     for at, value in enumerate(made):
-        is_lost = grows and value.growth is None and op.is_float(at)
+        is_lost = (grows or is_scaled) and value.growth is None and op.is_float(at)
         told = why or (op.told(OF_DEVICES) if is_lost else NONE)
         results.append(replace(value, why=value.why or told) if told else value)
     return results

@@ -305,7 +305,8 @@ def examine(
     ]
     for at, value in enumerate(found.sums):
         found.doubt(value, "loss")
-        if value.growth is None and value.kind in (Kind.FREE, Kind.SUM):
+        kinds = (Kind.FREE,) if reader.axis else (Kind.FREE, Kind.SUM)
+        if value.growth is None and value.kind in kinds:
             name = found.names[at] or ("loss_sum", "weight_sum")[at]
             what = f"how {name} depends on the number of rows"
             found.doubts.append(Reason(what, part="loss"))
