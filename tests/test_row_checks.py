@@ -997,18 +997,19 @@ def test_a_loss_of_the_last_place_on_a_device_is_told():
     ],
     ids=["a slice", "an index", "noise", "trips"],
 )
-@pytest.mark.parametrize("is_added", [True, False], ids=["added", "multiplied"])
-def test_params_that_a_loss_reads_by_the_places_of_a_device_are_told(by_place, is_added):
+@pytest.mark.parametrize(
+    "joined", [jnp.add, jnp.multiply, lambda loss_sum, term: term], ids=["added", "times", "alone"]
+)
+def test_params_that_a_loss_reads_by_the_places_of_a_device_are_told(by_place, joined):
     plain = gathering()
     head = lambda outer, h: (plain.head(outer, h), by_place(outer["table"], h.shape[1]))
     model = jaxpar.LayeredModel(plain.embed, plain.layer, head)
 
     def loss(o, b):
         loss_sum, weight_sum = OF_TOKENS(o[0], b)
-        of_params = jnp.sum(o[1] ** 2)
-        return loss_sum + of_params if is_added else loss_sum * of_params, weight_sum
+        return joined(loss_sum, jnp.sum(o[1] ** 2)), weight_sum
 
-    told = "a number beside a sum over positions|it depends on the number of devices"
+    told = "a number beside a sum over pos|depends on the number of devices|how loss_sum depends"
     with pytest.warns(UserWarning, match=f"on which a device has: .*({told})"):
         check_positions(model, loss, GATHERED, SEQUENCES, abstract_mesh(context=2))
 
