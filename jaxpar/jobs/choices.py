@@ -70,6 +70,7 @@ FORMS: Mapping[tuple[str, ...], str] = {
     ("initContainers", "name"): "label",
     ("volumes", "name"): "label",
     ("replicatedJobs", "name"): "label",
+    ("failurePolicy", "rules", "name"): "rule_name",
     ("containers", "ports", "name"): "port_name",
     ("env", "name"): "variable_name",
     ("containers", "image"): "image",
