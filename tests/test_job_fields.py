@@ -142,7 +142,7 @@ def test_each_object_must_have_what_its_schema_requires():
         ("jobset", "spec failurePolicy rules 1 name", "fi nal", "rules.1.name must be letters, digits, _, : and a comma, a"),
         ("jobset", "spec failurePolicy rules 1 name", "final", "failurePolicy must have different names; got 'final' twice"),
         ("jobset", "spec failurePolicy rules 1 onJobFailureReasons", ["PodFailure"],
-         "onJobFailureReasons of spec.failurePolicy.rules.1 must be of BackoffLimitExceeded, DeadlineExceeded, FailedIndexes,"),
+         "PodFailurePolicy; got 'PodFailure'. Did you mean PodFailurePolicy?"),
         ("jobset", "main ports metrics name", "metrics-of-the-run", "one is a letter, at most 15 long; got 'metrics-of-the"),
         ("jobset", "main env JAXPAR_RESUME name", "2B", "env.6.name must be letters, digits, _, - and ., no digit first"),
         ("jobset", "main ports 0 containerPort", 0, "ports.0.containerPort must be from 1 to 65535; got 0. Correct it."),

@@ -26,6 +26,13 @@ OF_JOB_SETS = (
     "RestartJob",
     "RestartJobAndIgnoreMaxRestarts",
 )
+OF_FAILED_JOBS = (  # as JobSet's webhook lists them
+    "BackoffLimitExceeded",
+    "DeadlineExceeded",
+    "FailedIndexes",
+    "MaxFailedIndexesExceeded",
+    "PodFailurePolicy",
+)
 # By the names of the fields around a field, from the outermost, and its own.
 CHOICES: Mapping[tuple[str, ...], Collection[str]] = {
     ("tolerations", "effect"): ("", *EFFECTS),
@@ -35,6 +42,7 @@ CHOICES: Mapping[tuple[str, ...], Collection[str]] = {
     ("onPodConditions", "status"): ("True", "False", "Unknown"),
     ("podFailurePolicy", "rules", "action"): ("FailJob", "FailIndex", "Ignore", "Count"),
     ("failurePolicy", "rules", "action"): OF_JOB_SETS,
+    ("failurePolicy", "rules", "onJobFailureReasons"): OF_FAILED_JOBS,
     ("seccompProfile", "type"): ("RuntimeDefault", "Unconfined", "Localhost"),
     ("runtimeRef", "kind"): ("ClusterTrainingRuntime", "TrainingRuntime"),
     ("runtimeRef", "apiGroup"): ("trainer.kubeflow.org",),
@@ -117,7 +125,13 @@ def check_choices(part: Any, path: str = "", around: tuple[str, ...] = ()) -> No
 
 def _check_choice(value: Any, path: str, names: tuple[str, ...]) -> None:
     known = _of(CHOICES, names)
-    if known is None or value is None or value in known:
+    if known is None or value is None:
+        return
+    if isinstance(value, list):
+        for number, each in enumerate(value):
+            _check_choice(each, f"{path}.{number}", names)
+        return
+    if value in known:
         return
     named = {each.lower(): each for each in known if each}
     near = near_name(value, named)

@@ -140,7 +140,9 @@ def _is_of(rule: Mapping[str, Any], code: int | None) -> bool:
     if code is TAKEN_AWAY:
         conditions = rule.get("onPodConditions", [])
         wanted = ("DisruptionTarget", "True")  # the API's default of a status
-        return any((each.get("type"), each.get("status", "True")) == wanted for each in conditions)
+        return any(
+            (each.get("type"), each.get("status") or "True") == wanted for each in conditions
+        )
     codes = rule.get("onExitCodes")
     return codes is not None and (code in codes.get("values", [])) == (
         codes.get("operator") == "In"

@@ -9,13 +9,6 @@ from jaxpar.jobs.workload import workloads
 NUMBER_LABEL = "batch.kubernetes.io/job-completion-index"
 RUN_LABEL = "run"  # of alerts.yaml and dashboard.json
 JOB_LABEL = "jobset.sigs.k8s.io/jobset-name"
-REASONS = (  # for which a Job fails, as JobSet's webhook lists them
-    "BackoffLimitExceeded",
-    "DeadlineExceeded",
-    "FailedIndexes",
-    "MaxFailedIndexesExceeded",
-    "PodFailurePolicy",
-)
 HTTP, TCP = "http", "TCP"  # the name of the port of a server, and the API's default protocol
 OF_CONTROLLERS = (
     "jobset.sigs.k8s.io/",
@@ -40,7 +33,7 @@ def check_together(manifests: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_jobs(spec: Mapping[str, Any]) -> None:
-    """Raises ValueError if a part of a JobSet names what it does not have: a job, a pod of it, or a reason to fail.
+    """Raises ValueError if a part of a JobSet names a job, or a pod of it, that the JobSet does not have.
 
     Args:
         spec: Of the JobSet.
@@ -59,7 +52,7 @@ def check_jobs(spec: Mapping[str, Any]) -> None:
             place = f"dependsOn of spec.replicatedJobs.{number}"
             _check_job(each["name"], names[:number], place, "a job before it")
     rules = spec.get("failurePolicy", {}).get("rules", [])
-    _check_rules(rules)
+    _check_names_of_rules(rules)
     for place, part in [
         ("spec.successPolicy", spec.get("successPolicy", {})),
         *((f"spec.failurePolicy.rules.{number}", rule) for number, rule in enumerate(rules)),
@@ -70,20 +63,14 @@ def check_jobs(spec: Mapping[str, Any]) -> None:
         _check_coordinator(spec["coordinator"], jobs)
 
 
-def _check_rules(rules: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError where two rules of a failurePolicy have one name, or one is for no reason that a Job fails for."""
+def _check_names_of_rules(rules: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError where two rules of a failurePolicy have one name; the webhook gives one to those without."""
     names = [rule.get("name") or f"failurePolicyRule{at}" for at, rule in enumerate(rules)]
-    for number, rule in enumerate(rules):
-        place = f"spec.failurePolicy.rules.{number}"
-        if names[number] in names[:number]:
+    for number, name in enumerate(names):
+        if name in names[:number]:
             raise ValueError(
-                f"the rules of spec.failurePolicy must have different names; got {names[number]!r} twice. Rename one."
+                f"the rules of spec.failurePolicy must have different names; got {name!r} twice. Rename one."
             )
-        for reason in rule.get("onJobFailureReasons") or []:
-            if reason not in REASONS:
-                raise ValueError(
-                    f"onJobFailureReasons of {place} must be of {', '.join(REASONS)}; got {reason!r}. Correct it."
-                )
 
 
 def _check_job(name: str, known: Sequence[str], place: str, rule: str) -> None:
