@@ -76,7 +76,7 @@ class LayerLayout:
             raise ValueError(
                 f"a pipeline needs at least one layer for each chunk of each stage; got {self.num_layers} layers for "
                 f"{arg(stage=self.num_stages, num_chunks=self.num_chunks)}. Choose a product of at most {self.num_layers}, "
-                f"or give layers_per_virtual_stage, with 0 where a chunk has no layer."
+                f"or give {arg('layers_per_virtual_stage')}, with 0 where a chunk has no layer."
             )
         given = (
             _spread(self.num_layers, count, self.end_layers)

@@ -40,11 +40,11 @@ class OptimizerFlags:
             norms.
         learning_rate_schedule: After the warmup the learning rate falls along a cosine or a line to the end of the run, stays
             constant, or stays and then falls along a line in the last --decay-steps (wsd: warmup, stable, decay).
-        final_learning_rate: Learning rate at the end of the run. None: a tenth of --learning-rate.
+        final_learning_rate: Learning rate at the end of the run, after the last step. None: a tenth of --learning-rate.
         warmup_steps: Steps in which the learning rate rises from 0. None: 20, or a tenth of --steps if that is less; as many
             as in the saved run with --resume.
-        decay_steps: Steps at the end of the run in which wsd falls. None: a fifth of --steps, or those after the warmup if they
-            are fewer.
+        decay_steps: Steps at the end of the run over which wsd falls, the first from the full rate. None: a fifth
+            of --steps, or those after the warmup if they are fewer.
         beta1: Decay per step of AdamW's mean of gradients.
         beta2: Decay per step of AdamW's mean of squared gradients.
         epsilon: Added to the root of AdamW's mean of squared gradients, and to norms in Muon.
