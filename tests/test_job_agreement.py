@@ -8,7 +8,7 @@ import yaml
 
 from jaxpar.commands.manifest import main
 from jaxpar.jobs import check_manifests, remarks
-from jaxpar.jobs.selectors import check_jobs
+from jaxpar.jobs.job_sets import check_jobs
 from tests.support.written_manifests import (
     BOUND,
     COORDINATOR,
@@ -631,7 +631,7 @@ def test_the_patch_of_the_job_that_trains_is_read_wherever_it_is():
     job["spec"]["runtimePatches"].insert(
         0,
         {
-            "manager": "a",
+            "manager": "example.com/a",
             "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [other]}}},
         },
     )

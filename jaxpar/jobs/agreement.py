@@ -21,10 +21,6 @@ ONCE = (
     "--metrics-port",
     "--out-dir",
 )  # flags that other parts of a manifest depend on
-SLICE, SLICE_SIZE = (
-    "kueue.x-k8s.io/podset-slice-required-topology",
-    "kueue.x-k8s.io/podset-slice-size",
-)
 SCRAPED, SCRAPED_PORT, SCRAPED_PATH = (
     f"prometheus.io/{name}" for name in ("scrape", "port", "path")
 )
@@ -62,7 +58,6 @@ def check_agreement(pods: Workload) -> None:
     _check_resources(pods)
     _check_devices(pods)
     _check_mesh(pods)
-    _check_slices(pods)
     _check_volumes(pods)
     _check_folders(pods)
     _check_ports(pods)
@@ -151,24 +146,6 @@ def _check_mesh(pods: Workload) -> None:
         raise ValueError(
             f"the tensor axis must stay inside a pod; got --mesh.tensor {tensor} and {kind} {each} in {pods.path}. Correct "
             "one of them."
-        )
-
-
-def _check_slices(pods: Workload) -> None:
-    label, size = pods.annotations.get(SLICE), pods.annotations.get(SLICE_SIZE)
-    if (label is None) != (size is None):
-        given = SLICE if size is None else SLICE_SIZE
-        raise ValueError(
-            f"{SLICE} and {SLICE_SIZE} need each other; got {given} alone in {pods.path}. Add the other, or leave it out."
-        )
-    sizes, devices = mesh_in(pods), pods.devices
-    if size is None or devices is None or not sizes or -1 in sizes.values():
-        return
-    of_stage = math.prod(sizes.get(axis, 1) for axis in ("data", "context", "tensor"))
-    if whole(size, SLICE_SIZE) * devices[0] != of_stage:
-        raise ValueError(
-            f"{SLICE_SIZE} must be the pods of a stage, data x context x tensor devices; got {size} pods of {devices[0]}, and "
-            f"{of_stage} devices a stage in {pods.path}. Make them equal."
         )
 
 

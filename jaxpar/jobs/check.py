@@ -23,7 +23,9 @@ from jaxpar.jobs.choices import check_choices
 from jaxpar.jobs.field_types import check_types
 from jaxpar.jobs.forms import DNS_LABEL
 from jaxpar.jobs.job import MAX_NAME
+from jaxpar.jobs.job_sets import check_job_set
 from jaxpar.jobs.manifests import API_VERSIONS, INDEX
+from jaxpar.jobs.placement import check_placement
 from jaxpar.jobs.pods import (
     check_bound,
     check_container_ports,
@@ -34,7 +36,8 @@ from jaxpar.jobs.pods import (
     check_references,
     labels_of,
 )
-from jaxpar.jobs.selectors import NUMBER_LABEL, check_jobs, check_protocols, check_together
+from jaxpar.jobs.selectors import NUMBER_LABEL, check_protocols, check_together
+from jaxpar.jobs.train_jobs import check_train_job
 from jaxpar.jobs.workload import NODE, workloads
 from jaxpar.runtime.output import needing_extra, printable
 from jaxpar.runtime.process_env import NAMES
@@ -260,6 +263,7 @@ def check_rules(manifest: Mapping[str, Any]) -> None:
         check_num_pods(pods)
         check_pods(pods)
         check_agreement(pods)
+        check_placement(pods)
         if kind == "Deployment":
             check_grace(pods)
 
@@ -293,22 +297,9 @@ def _check_containers(pod: Mapping[str, Any], path: str) -> None:
 
 
 def _check_trainjob(manifest: Mapping[str, Any]) -> None:
-    of_runtime = {"envFrom": []}  # variables and all else that is on the cluster
-    trainer = manifest["spec"]["trainer"]
-    check_references([{**trainer, **of_runtime}], "spec.trainer")
-    count = trainer.get("numNodes")
+    check_train_job(manifest)
+    count = manifest["spec"]["trainer"].get("numNodes")
     _check_name_of_pod(manifest["metadata"]["name"], NODE, count)
-    told = {each["name"]: each.get("value") for each in trainer.get("env", [])}
-    given = told.get("JAX_NUM_PROCESSES")
-    if None not in (given, count) and given != str(count):
-        raise ValueError(
-            f"JAX_NUM_PROCESSES must be the number of pods; got {given}, numNodes {count}. Leave it out: the runtime sets it."
-        )
-    each = trainer.get("numProcPerNode", 1)
-    if each not in (1, "1", "auto"):
-        raise ValueError(
-            f"numProcPerNode must be 1, since a pod is one process of the run, with all its GPUs; got {each}. Leave it out."
-        )
 
 
 def _check_service(manifest: Mapping[str, Any]) -> None:
@@ -361,7 +352,7 @@ def _check_jobset(manifest: Mapping[str, Any]) -> None:
             "spec.replicatedJobs of a JobSet must have a job; got none. Write it with `manifest`."
         )
     check_exit_codes(manifest)
-    check_jobs(manifest["spec"])
+    check_job_set(manifest)
     name = manifest["metadata"]["name"]
     network = manifest["spec"].get("network", {})
     check_network(network)

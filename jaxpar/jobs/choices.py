@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxpar.fields import near_name
 from jaxpar.jobs import forms
-from jaxpar.jobs.workload import QUEUE, amount
+from jaxpar.jobs.workload import CONTAINER_KINDS, QUEUE, amount
 from jaxpar.runtime.output import printable
 
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
@@ -69,7 +69,6 @@ CHOICES: Mapping[tuple[str, ...], Collection[str]] = {
 }
 ADMIN = "CAP_SYS_ADMIN"  # as the API compares it
 MOST_CORES, LEAST_BYTES = 10_000, 2**20
-CONTAINERS = ("containers", "initContainers")
 LABELS = ("labels", "matchLabels", "nodeSelector")
 OF_USERS = ("annotations", *LABELS)  # whose fields have names of one's own
 FORMS: Mapping[tuple[str, ...], str] = {
@@ -90,7 +89,13 @@ FORMS: Mapping[tuple[str, ...], str] = {
     ("volumeMounts", "subPathExpr"): "relative_path",
     ("podMetricsEndpoints", "interval"): "duration",
     ("podMetricsEndpoints", "scrapeTimeout"): "duration",
+    ("network", "subdomain"): "service_label",
     ("subdomain",): "label",
+    ("groupName",): "service_label",
+    ("managedBy",): "controller",
+    ("runtimePatches", "manager"): "manager",
+    ("storageUri",): "uri",
+    ("volumeClaimPolicies", "templates", "metadata", "name"): "named_host",
     ("claimName",): "host_name",
     ("serviceAccountName",): "host_name",
     ("priorityClassName",): "host_name",
@@ -229,7 +234,7 @@ def _check_pod(pod: Mapping[str, Any], path: str) -> None:
             f"{path} with dnsPolicy None must have nameservers in dnsConfig; got none. Write dnsPolicy: "
             "ClusterFirstWithHostNet, or the nameservers."
         )
-    names = [each["name"] for kind in CONTAINERS for each in pod.get(kind, [])]
+    names = [each["name"] for kind in CONTAINER_KINDS for each in pod.get(kind, [])]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(

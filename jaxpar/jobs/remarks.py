@@ -15,16 +15,16 @@ from jaxpar.jobs.job import (
     flag_values,
     num_words,
 )
-from jaxpar.jobs.manifests import PARTS
+from jaxpar.jobs.job_sets import job_set_remarks
+from jaxpar.jobs.placement import placement_remarks
 from jaxpar.jobs.pods import BIND_VARIABLE, REFERENCE
 from jaxpar.jobs.resource_remarks import hidden_devices, resource_remarks, unless_of_runtime
 from jaxpar.jobs.restarts import restart_remarks
 from jaxpar.jobs.selectors import monitor_remarks
 from jaxpar.jobs.serving_remarks import service_remarks, serving_remarks
 from jaxpar.jobs.shells import shell_remarks
+from jaxpar.jobs.train_jobs import train_job_remarks
 from jaxpar.jobs.workload import (
-    FAKE_DEVICES,
-    NODE,
     USUAL_GRACE,
     Workload,
     workloads,
@@ -62,7 +62,6 @@ OF_EACH_POD = (
 NUMBERS = ("completion-index", "pod-index")
 NO_PATHS = ("recall",)  # a task for --data
 OF_JAXPAR = "recipes/"  # the folder of its repository with scripts and data
-RUNTIME = PARTS["TrainJob"]["spec"]["runtimeRef"]["name"]
 
 
 def remarks(manifest: Mapping[str, Any]) -> list[str]:
@@ -74,42 +73,14 @@ def remarks(manifest: Mapping[str, Any]) -> list[str]:
     lines = [line for pods in workloads(manifest) for line in _of(pods)]
     return [
         *lines,
-        *_of_runtime(manifest),
+        *train_job_remarks(manifest),
         *restart_remarks(manifest),
+        *job_set_remarks(manifest),
         *serving_remarks(manifest),
         *service_remarks(manifest),
         *monitor_remarks(manifest),
         *_suspended(manifest),
     ]
-
-
-def _of_runtime(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a line for each part that a TrainJob leaves to its runtime, or changes where its runtime may have none."""
-    if manifest["kind"] != "TrainJob":
-        return
-    runtime = manifest["spec"].get("runtimeRef", {}).get("name", RUNTIME)
-    if "jax" not in runtime:
-        yield (
-            f"spec.runtimeRef is {runtime}: a run needs the variables of Trainer's runtime for JAX. Name {RUNTIME}, or one of "
-            "your own that sets them"
-        )
-    if "image" not in manifest["spec"]["trainer"]:
-        yield "spec.trainer has no image: that of the runtime is used, which may have neither jaxpar nor the program. Name it"
-    for pods in workloads(manifest):
-        for kind, names in (
-            ("job", [pods.job] if pods.job else []),
-            ("container", pods.containers),
-        ):
-            if names and NODE not in names:
-                yield (
-                    f"spec.runtimePatches changes the {kind} {names[0]}: in the runtimes of Trainer the {kind} that trains is "
-                    f"{NODE}, which this does not change. Name it {NODE}"
-                )
-        if pods.missing_volumes:
-            yield (
-                f"spec.runtimePatches mounts {', '.join(pods.missing_volumes)} and has no such volumes: without those of the "
-                "runtime the pods are refused. Add them to the volumes of the patch"
-            )
 
 
 def _suspended(manifest: Mapping[str, Any]) -> Iterator[str]:
@@ -138,8 +109,7 @@ def _of(pods: Workload) -> Iterator[str]:
     yield from _unknown_number(pods)
     yield from _endless(pods)
     yield from resource_remarks(pods)
-    yield from _unmet_placement(pods)
-    yield from _no_gang(pods)
+    yield from placement_remarks(pods)
 
 
 def _no_command(pods: Workload) -> Iterator[str]:
@@ -305,24 +275,6 @@ def _deaf_to_signals(pods: Workload) -> Iterator[str]:
         )
 
 
-def _no_gang(pods: Workload) -> Iterator[str]:
-    """Yields a line if nothing sees to it that all pods with GPUs start, or none."""
-    if (
-        (pods.num_pods or 1) > 1
-        and not pods.is_queued
-        and FAKE_DEVICES not in pods.variables
-        and not _placed(pods)
-    ):
-        yield (
-            f"{pods.num_pods} pods and no --queue: some may start, hold their GPUs and wait for the rest. Where the cluster "
-            "has Kueue, which admits all or none, name its queue: --queue research"
-        )
-
-
-def _placed(pods: Workload) -> bool:
-    return any(name.startswith("kueue.x-k8s.io/") for name in pods.annotations)
-
-
 def _unknown_number(pods: Workload) -> Iterator[str]:
     """Yields a line if a manifest leaves the number of pods to its runtime, where the mesh needs a certain one."""
     if pods.num_pods is None and mesh_in(pods):
@@ -464,14 +416,4 @@ def _endless(pods: Workload) -> Iterator[str]:
         yield (
             f"{pods.path} has the container {others[0]} beside the run: the pod ends when all containers do, and the job waits "
             "for it. Make it an init container with restartPolicy Always"
-        )
-
-
-def _unmet_placement(pods: Workload) -> Iterator[str]:
-    """Yields a line if pods shall be close together and nothing may see to it."""
-    if not pods.is_queued and _placed(pods):
-        yield (
-            "--topology or --replica-topology, and no --queue: Kueue places the pods of jobs that it admits, and it admits "
-            "those without a queue only if the cluster or the namespace has one for them. Else the pods are anywhere. Name the "
-            "queue: --queue research"
         )

@@ -38,6 +38,7 @@ UNITS = {
 UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGTPE", 1)}
 USUAL_GRACE = 30  # seconds, of Kubernetes
 SLEEP = re.compile(r"\bsleep (\d{1,6})\b")
+CONTAINER_KINDS = ("containers", "initContainers")
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 NODE = "node"  # the job, and the container, that trains in the runtimes of Kubeflow's Trainer
 
@@ -257,7 +258,7 @@ def _pods_of(manifest: Mapping[str, Any]) -> Iterator[Workload]:
             yield replace(
                 pods,
                 num_pods=of_job.get("parallelism"),
-                has_all_volumes="volumeClaimPolicies" not in spec,  # those are volumes of all pods
+                volumes=[*pods.volumes, *_claimed(manifest, pods.mounted)],
                 job=job["name"],
             )
     elif kind == "Deployment":
@@ -266,10 +267,26 @@ def _pods_of(manifest: Mapping[str, Any]) -> Iterator[Workload]:
         yield _of_trainjob(spec)
 
 
+def claim_templates(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the PersistentVolumeClaims that a JobSet makes, and mounts by their names, from its spec."""
+    return [each for policy in spec.get("volumeClaimPolicies", []) for each in policy["templates"]]
+
+
+def _claimed(manifest: Mapping[str, Any], mounted: frozenset[str]) -> list[Mapping[str, Any]]:
+    """Returns the volumes of those claims that pods mount, named as JobSet names them."""
+    names = [each["metadata"]["name"] for each in claim_templates(manifest["spec"])]
+    of = manifest["metadata"]["name"]
+    return [
+        {"name": name, "persistentVolumeClaim": {"claimName": f"{name}-{of}"}}
+        for name in names
+        if name in mounted
+    ]
+
+
 def _of_trainjob(spec: Mapping[str, Any]) -> Workload:
     """Returns the pods of a TrainJob: those of a patch of its runtime, whose program its trainer describes."""
     trainer = spec["trainer"]
-    jobs = [job for patch in spec.get("runtimePatches", []) for job in _patched_jobs(patch)]
+    jobs = [job for patch in spec.get("runtimePatches", []) for job in patched_jobs(patch)]
     job = _named(jobs or [{}], NODE)
     template = job.get("template", {}).get("spec", {}).get("template", {})
     pod = template.get("spec", {})
@@ -285,7 +302,8 @@ def _of_trainjob(spec: Mapping[str, Any]) -> Workload:
     )
 
 
-def _patched_jobs(patch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+def patched_jobs(patch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Returns the jobs of a TrainJob's runtime that one of its patches changes."""
     return (
         patch.get("trainingRuntimeSpec", {})
         .get("template", {})
@@ -370,7 +388,7 @@ def _told(container: Mapping[str, Any]) -> frozenset[str] | None:
 def _mounted(
     spec: Mapping[str, Any], *, without: Mapping[str, Any] | None = None
 ) -> frozenset[str]:
-    containers = [*spec.get("containers", []), *spec.get("initContainers", [])]
+    containers = [each for kind in CONTAINER_KINDS for each in spec.get(kind, [])]
     return frozenset(
         mount["name"]
         for each in containers
