@@ -1648,6 +1648,8 @@ def test_the_command_plans_for_the_model_of_a_module_as_the_page_has_it(
          "--batch-size 6 --context 8 --num-microbatches 3"),
         ("--batch-size 10 --context 2 --tensor 1 --stage 1", "got --data 4, the rest of 8 devices with --context 2, --stage 1, "
          "--tensor 1, and 10 rows. Choose --batch-size 12,", "--batch-size 12 --context 2 --tensor 1 --stage 1"),
+        ("--context 3 --seq 1000", "--context must divide the devices; got --context 3 and 8 devices. Choose it from 1, 2, 4.",
+         "--context 4 --seq 1000"),
         ("--replica 2 --data 8 --batch-size 12", "got --replica 2, --data 8, which 8 devices cannot be divided into. Choose "
          "--data from 1, 2.", "--replica 2 --data 2 --batch-size 12"),
         ("--replica 2 --data 4 --batch-size 12", "--replica times --data must divide the batch; got --replica 2, --data 4, and "

@@ -193,8 +193,9 @@ def _larger_batch(estimator: Estimator, fixed: dict[str, Any], num_replicas: int
 
 def _is_taken(estimator: Estimator, fixed: dict[str, Any]) -> bool:
     """Returns whether ``plan`` takes fixed settings, before it searches."""
+    shape, count = estimator.shape, estimator.cluster.num_devices
     try:
-        check_fixed(fixed, estimator.executor, estimator.batch_size, 1, estimator.shape)
+        check_fixed(fixed, estimator.executor, estimator.batch_size, 1, shape, count)
     except ValueError:
         return False
     return True

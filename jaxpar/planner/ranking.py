@@ -97,7 +97,7 @@ def plan(
         assumed,
         memory_headroom=memory_headroom,
     )
-    check_fixed(fixed, executor, rows, top, shape)
+    check_fixed(fixed, executor, rows, top, shape, cluster.num_devices)
     # As many for any smaller number, so that the best is the same.
     plans = best_plans(estimator, fixed, max(TOP, top))
     if not plans:

@@ -46,9 +46,14 @@ LEAST_GAIN = 0.001  # the share of the time that a change must save
 
 
 def check_fixed(
-    fixed: dict[str, Any], executor: str, batch_size: int, top: int, shape: ModelShape
+    fixed: dict[str, Any],
+    executor: str,
+    batch_size: int,
+    top: int,
+    shape: ModelShape,
+    num_devices: int,
 ) -> None:
-    """Raises for an unknown setting, a value out of its range, or one that the model cannot have."""
+    """Raises for an unknown setting, a value out of its range, or one that the model or the devices cannot have."""
     if unknown := sorted(set(fixed) - set(SETTINGS)):
         raise ValueError(f"a fixed setting must be one of {', '.join(SETTINGS)}; got {unknown}.")
     if executor not in ("spmd", "mpmd"):
@@ -76,7 +81,14 @@ def check_fixed(
         raise ValueError(
             f"{arg('experts')} is for a model with experts; got {arg(experts=fixed['experts'])} and {shape.name}. Leave it out."
         )
-    on = abstract_mesh(context=fixed.get("context") or 1)
+    context = fixed.get("context") or 1
+    if num_devices % context:
+        known = [n for n in divisors(num_devices) if n == 1 or not shape.tokens_per_row % (2 * n)]
+        raise ValueError(
+            f"{arg('context')} must divide the devices; got {arg(context=context)} and {num_devices} devices. Choose it from "
+            f"{', '.join(map(str, known))}."
+        )
+    on = abstract_mesh(context=context)
     check_sequences(shape.row, on, sequences=shape.sequences)
 
 
