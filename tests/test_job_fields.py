@@ -102,6 +102,8 @@ def test_each_object_must_have_what_its_schema_requires():
         ("service", "spec selector matchLabels", {"app": 1}, "matchLabels.app must be a string; got 1, without quotes in YA"),
         ("service", "main livenessProbe httpGet port", [80], "httpGet.port must be the number or the name of a port; got a"),
         ("jobset", "main resources requests cpu", -1, "requests.cpu must be a quantity, such as 8 or 800Gi; got -1. Correct"),
+        ("jobset", "main resources requests cpu", 1.5, "requests.cpu must be a whole number or a text; got 1.5. Put it into"),
+        ("trainjob", "pod volumes shm emptyDir sizeLimit", 1e9, "emptyDir.sizeLimit must be a whole number or a text; got 10"),
         ("jobset", "main resources requests", {1: 2}, "the names of fields of spec.replicatedJobs.0.template.spec.template."),
         ("jobset", "spec suspend", {2: 1}, "spec.suspend must be true or false; got an object. Write true or false, without"),
         ("monitor", "spec podMetricsEndpoints 0 port", None, "an endpoint of a PodMonitor must have one of port, portNumber"),
@@ -242,6 +244,12 @@ def test_the_port_of_a_service_is_one():
         ValueError, match=r"spec\.ports\.0\.port must be from 1 to 65535; got 0\. Correct it\."
     ):
         check_manifest(service)
+
+
+def test_a_quantity_of_a_deployment_may_have_a_point():
+    found = [*documents("service")]
+    edit(found[0], "service", "main resources requests cpu", 1.5)
+    check_manifest(found[0])
 
 
 def test_fields_of_users_may_have_the_names_of_the_api():

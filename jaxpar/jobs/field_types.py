@@ -22,6 +22,10 @@ REQUIRED = {name: fields.split() for name, fields in _TABLES["required"].items()
 BESIDE_ITS_NAME = _TABLES["beside_its_name"]
 OF_PORTS = ("containerPort", "port", "portNumber")  # the numbers that are one
 BELOW_ZERO = ("priority", "tolerationSeconds")  # the numbers that may be
+CUSTOM = (
+    "JobSet",
+    "TrainJob",
+)  # kinds of which a quantity is a whole number or a text, not a number with a point
 QUANTITY = re.compile(r"(\d+\.?\d*|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][-+]?\d+)?")
 
 
@@ -59,19 +63,23 @@ class Rule:
         return self.kinds(value)
 
 
+CUSTOM_QUANTITY = "custom quantity"  # of a kind of CUSTOM
+QUANTITIES = Rule("a quantity, such as 8 or 800Gi", _is_quantity, "Correct it.")
 OBJECT = Rule("an object", Mapping, "Write its fields, each with its name.")
 RULES = {
     "string": Rule("a string", str, "Put it into quotes."),
     "integer": Rule("a whole number", _is_whole, "Write it in digits, without quotes."),
     "boolean": Rule("true or false", bool, "Write true or false, without quotes."),
     "port": Rule("the number or the name of a port", _is_port, "Write one of the two."),
-    "quantity": Rule("a quantity, such as 8 or 800Gi", _is_quantity, "Correct it."),
+    "quantity": QUANTITIES,
+    CUSTOM_QUANTITY: QUANTITIES,
     "array": Rule("a list", list, "Write each item in a line with -."),
     "array of string": Rule("a list of words", list, "Write each word in a line with -."),
     "array of integer": Rule("a list of numbers", list, "Write each in a line with -."),
     "object": OBJECT,
     "object of string": OBJECT,
     "object of quantity": OBJECT,
+    f"object of {CUSTOM_QUANTITY}": OBJECT,
 }
 
 
@@ -109,6 +117,8 @@ def _check_fields(part: Mapping[str, Any], path: str, around: tuple[str, str]) -
         if at == "status":  # the cluster's own
             continue
         kind = type_of(str(name), *around)
+        if kind is not None and around[0] in CUSTOM:
+            kind = kind.replace("quantity", CUSTOM_QUANTITY)
         if kind is not None:
             _check_value(value, kind, at)
         if kind is not None and " of " in kind:
@@ -132,6 +142,10 @@ def _check_value(value: Any, kind: str, path: str) -> None:
     rule = RULES[kind]
     if not rule.holds(value):
         raise ValueError(f"{path} must be {rule.text}; got {_shown(value, kind)}. {rule.remedy}")
+    if kind == CUSTOM_QUANTITY and isinstance(value, float):
+        raise ValueError(
+            f"{path} must be a whole number or a text; got {value}. Put it into quotes."
+        )
     name = path.rpartition(".")[2]
     if kind == "integer" and value < 0 and name not in BELOW_ZERO:
         raise ValueError(f"{path} must be at least 0; got {value}. Correct it.")
