@@ -625,6 +625,35 @@ def test_a_variable_of_an_empty_value_hides_gpus():
     )
 
 
+def test_a_recipe_is_one_without_u_too_and_a_script_of_ones_own_has_a_mesh_of_its_own():
+    (job,) = documents("jobset")
+    edit(job, "jobset", "main command 1", None)
+    check_manifests([job])
+    edit(job, "jobset", "main command --mesh.data", "3")
+    with pytest.raises(ValueError, match=r"must have the devices of its pods; got --mesh\.data 3"):
+        check_manifests([job])
+    edit(job, "jobset", "main command 1", "mine/train.py")
+    check_manifests([job])
+
+
+def test_a_server_whose_metrics_prometheus_does_not_find_is_told():
+    deployment, _ = documents("service")
+    assert not remarks(deployment)
+    edit(deployment, "service", "notes prometheus.io/scrape", "yes")
+    (said,) = remarks(deployment)
+    assert "has prometheus.io/port and not prometheus.io/scrape" in said
+
+
+def test_a_label_of_a_run_that_is_made_of_nothing_is_told():
+    (monitor, _) = documents("monitor")
+    assert not remarks(monitor)
+    edit(monitor, "monitor", "spec podMetricsEndpoints 0 relabelings 0 sourceLabels", None)
+    (said,) = remarks(monitor)
+    assert "spec.podMetricsEndpoints.0 makes no label run" in said
+    edit(monitor, "monitor", "spec podMetricsEndpoints 0 relabelings 0 replacement", "gpt")
+    assert not remarks(monitor)
+
+
 def test_the_patch_of_the_job_that_trains_is_read_wherever_it_is():
     (job,) = documents("trainjob")
     other = {"name": "dataset-initializer", "template": {"spec": {"template": {"spec": {}}}}}

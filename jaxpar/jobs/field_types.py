@@ -149,6 +149,8 @@ def _check_value(value: Any, kind: str, path: str) -> None:
     name = path.rpartition(".")[2]
     if kind == "integer" and value < 0 and name not in BELOW_ZERO:
         raise ValueError(f"{path} must be at least 0; got {value}. Correct it.")
+    if kind == "integer" and value >= 2**31:
+        raise ValueError(f"{path} must be at most {2**31 - 1}; got {value}. Correct it.")
     if kind == "integer" and name in OF_PORTS and not 0 < value < 2**16:
         raise ValueError(f"{path} must be from 1 to 65535; got {value}. Correct it.")
     inner = "object" if kind == "array" else kind.partition(" of ")[2]

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxpar.jobs.workload import PROBES, SHARED_MEMORY, Workload, amount
 from jaxpar.runtime.output import printable
+from jaxpar.runtime.process_env import TIMEOUT_VARIABLE, timeout_of
 
 REFERENCE = re.compile(r"(?<!\$)(?:\$\$)*\$\(([^)]+)\)")  # $(NAME); $$ is a dollar sign
 _OF_POD = re.compile(
@@ -170,9 +171,20 @@ def check_names_resolve(
 
 def check_pods(pods: Workload) -> None:
     """Raises ValueError if the pods of a manifest could not start, or have too little memory to share."""
+    _check_program(pods)
     _check_mounts(pods)
     _check_user(pods)
     _check_shared_memory(pods)
+
+
+def _check_program(pods: Workload) -> None:
+    """Raises ValueError if a command begins with no program, or says in no number how long its processes wait."""
+    if pods.words and not pods.words[0]:
+        raise ValueError(
+            f"the command of {pods.path} must begin with a program; got an empty word. Write it, such as python."
+        )
+    if not REFERENCE.search(pods.variables.get(TIMEOUT_VARIABLE, "")):
+        timeout_of(pods.variables)
 
 
 def _check_mounts(pods: Workload) -> None:

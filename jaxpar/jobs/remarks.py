@@ -96,6 +96,7 @@ def _of(pods: Workload) -> Iterator[str]:
     yield from _launched(pods)
     yield from shell_remarks(pods)
     if pods.kind == "Deployment":
+        yield from _unscraped(pods)
         yield from _deaf_to_signals(pods)
         yield from hidden_devices(pods)
         return
@@ -186,7 +187,7 @@ def beside_resume(command: Sequence[str]) -> Iterator[str]:
 
 
 def _unscraped(pods: Workload) -> Iterator[str]:
-    """Yields a line if a recipe serves metrics at a port of which the pods say nothing, or too little."""
+    """Yields a line if metrics are served at a port of which the pods say nothing, or too little."""
     port = pods.flag("--metrics-port")
     if SCRAPED_PORT in pods.annotations and pods.annotations.get(SCRAPED) != "true":
         yield f"{pods.path} has {SCRAPED_PORT} and not {SCRAPED}: Prometheus does not find its metrics. Write it, with true"

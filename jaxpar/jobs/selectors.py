@@ -160,7 +160,11 @@ def monitor_remarks(manifest: Mapping[str, Any]) -> Iterator[str]:
             f'Add {NUMBER_LABEL}: "0"'
         )
     for number, endpoint in enumerate(manifest["spec"]["podMetricsEndpoints"]):
-        made = {each.get("targetLabel") for each in endpoint.get("relabelings", [])}
+        made = {
+            each.get("targetLabel")
+            for each in endpoint.get("relabelings", [])
+            if any(each.get("sourceLabels", [])) or each.get("replacement")
+        }
         if RUN_LABEL not in made:
             yield (
                 f"spec.podMetricsEndpoints.{number} makes no label {RUN_LABEL}, by which the alerts and the dashboard name a "
