@@ -161,7 +161,7 @@ def sequence_parallel(x: Float[Array, "..."], where: str) -> Float[Array, "..."]
     """Returns the activation ``x`` with the sharding constraint of sequence parallelism.
 
     ``transformer.make_model(config, constrain=sequence_parallel)`` turns it on. Outside ``value_and_grad``,
-    where there is no mesh, ``x`` is returned unchanged.
+    where there is no mesh, and on one whose ``tensor`` is 1 ``x`` is returned unchanged.
 
     Args:
         x: An activation ``[batch, seq, embed]``.
@@ -181,7 +181,7 @@ def sequence_parallel(x: Float[Array, "..."], where: str) -> Float[Array, "..."]
         return split_copied_heads(x, where)
     forward, backward = _PLACES[where]
     mesh = jax.sharding.get_abstract_mesh()
-    if not _is_automatic(mesh):
+    if not _is_automatic(mesh) or mesh.shape[TENSOR] == 1:
         return x
     if x.shape[1] % mesh.shape[TENSOR]:
         raise ValueError(

@@ -314,6 +314,16 @@ def check_settings(config: Config) -> None:
     pipeline = own.schedule, own.num_chunks, own.layers_per_virtual_stage
     language_model.check_pipeline(config.mesh.stage, *pipeline)
     lora_flags.check_lora(config.lora, config.optimizer, own.router_bias_rate)
+    check_is_split(own, config.mesh.tensor)
+
+
+def check_is_split(own: Recipe, tensor: int) -> None:
+    """Raises where --sequence-parallel has no effect."""
+    if own.sequence_parallel and tensor == 1:
+        raise ValueError(
+            "--sequence-parallel splits activations over the tensor axis; got --mesh.tensor 1. Leave it out, or choose "
+            "--mesh.tensor 2 or more."
+        )
 
 
 def check_keep_best(config: Config, *, has_routing: bool) -> None:
@@ -331,6 +341,7 @@ def check_flags(config: Config, mesh: Mesh) -> None:
     pipeline = own.schedule, own.num_chunks, own.layers_per_virtual_stage
     language_model.check_mesh(own, config.lora, data.seq, mesh, *pipeline)
     multiple = language_data.row_multiple(mesh, sequence_parallel=own.sequence_parallel)
+    check_is_split(own, mesh.shape["tensor"])
     if own.sequence_parallel and data.seq % multiple:
         tensor, context = mesh.shape["tensor"], mesh.shape["context"]
         rule, axis = "a row over the tensor axis, which must divide it", ""

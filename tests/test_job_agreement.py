@@ -625,17 +625,6 @@ def test_a_variable_of_an_empty_value_hides_gpus():
     )
 
 
-def test_a_recipe_is_one_without_u_too_and_a_script_of_ones_own_has_a_mesh_of_its_own():
-    (job,) = documents("jobset")
-    edit(job, "jobset", "main command 1", None)
-    check_manifests([job])
-    edit(job, "jobset", "main command --mesh.data", "3")
-    with pytest.raises(ValueError, match=r"must have the devices of its pods; got --mesh\.data 3"):
-        check_manifests([job])
-    edit(job, "jobset", "main command 1", "mine/train.py")
-    check_manifests([job])
-
-
 def test_a_server_whose_metrics_prometheus_does_not_find_is_told():
     deployment, _ = documents("service")
     assert not remarks(deployment)

@@ -1648,6 +1648,11 @@ def test_the_command_plans_for_the_model_of_a_module_as_the_page_has_it(
          "--batch-size 6 --context 8 --num-microbatches 3"),
         ("--batch-size 10 --context 2 --tensor 1 --stage 1", "got --data 4, the rest of 8 devices with --context 2, --stage 1, "
          "--tensor 1, and 10 rows. Choose --batch-size 12,", "--batch-size 12 --context 2 --tensor 1 --stage 1"),
+        ("--data 8 --num-chunks 2", "with which no mesh of 8 devices has stages of the 12 layers of gpt2. Leave --num-chunks o",
+         "--data 8"),
+        ("--schedule interleaved --num-chunks 50", "Leave --schedule and --num-chunks out.", ""),
+        ("--tensor 1 --sequence-parallel", "--sequence-parallel splits activations over the tensor axis; got --tensor 1. Lea",
+         "--tensor 2 --sequence-parallel"),
         ("--context 3 --seq 1000", "--context must divide the devices; got --context 3 and 8 devices. Choose it from 1, 2, 4.",
          "--context 4 --seq 1000"),
         ("--replica 2 --data 8 --batch-size 12", "got --replica 2, --data 8, which 8 devices cannot be divided into. Choose "

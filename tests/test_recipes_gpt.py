@@ -1111,6 +1111,10 @@ def test_weight_decay_spares_biases_norms_and_positions():
             "at least one layer for each chunk of each stage; got 4 layers for --mesh.stage 8, --num-chunks 1",
         ),
         (
+            ["--mesh.tensor", "1", "--sequence-parallel"],
+            "--sequence-parallel splits activations over the tensor axis; got --mesh.tensor 1. Leave it out, or choose --mesh",
+        ),
+        (
             ["--mesh.tensor", "2", "--sequence-parallel", "--seq", "15"],
             "must divide it; got --seq 15, --mesh.tensor 2. Choose --seq 16",
         ),

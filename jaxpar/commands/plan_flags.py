@@ -35,9 +35,9 @@ class PlanFlags:
         context: Fixes the number of parts of each sequence.
         stage: Fixes the number of pipeline stages.
         tensor: Fixes the number of shards of each weight.
-        schedule: Fixes the schedule: gpipe, 1f1b, interleaved, zb-h1, zb-v.
+        schedule: Fixes the schedule of meshes with stages: gpipe, 1f1b, interleaved, zb-h1, zb-v.
         num_microbatches: Fixes the number of microbatches.
-        num_chunks: Fixes the number of chunks per stage.
+        num_chunks: Fixes the number of chunks of each stage, of meshes with stages.
         zero: Fixes the ZeRO level.
         remat: Fixes what is recomputed: complete layers (yes), attention scores (dots) or no matrix product (no).
         experts: Fixes the axis over which the experts of layers are.

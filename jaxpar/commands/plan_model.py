@@ -157,6 +157,10 @@ def _of_config(
         )
     if flags.expert_buffer is not None:
         config = config.with_experts(buffer=flags.expert_buffer)
+    if flags.sequence_parallel and flags.tensor == 1:
+        raise ValueError(
+            f"{arg('sequence_parallel')} splits activations over the tensor axis; got {arg(tensor=1)}. Leave one of them out."
+        )
     rows: dict[str, Any] = {"seq": flags.seq, "sequence_parallel": flags.sequence_parallel}
     of_factors = ""
     if flags.lora_rank is not None:

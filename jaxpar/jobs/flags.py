@@ -329,7 +329,7 @@ def _planned(plan: PlannedSettings) -> dict[str, list[str]]:
         flags["--layers-per-virtual-stage"] = list(parts)
     if plan.remat:  # True in a plan: the forward passes of complete layers are recomputed
         flags["--remat"] = ["full" if plan.remat is True else plan.remat]
-    if plan.sequence_parallel:
+    if plan.sequence_parallel and plan.tensor > 1:
         flags["--sequence-parallel"] = []
     return {flag: [str(value) for value in values] for flag, values in flags.items()}
 

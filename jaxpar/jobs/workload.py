@@ -40,7 +40,6 @@ USUAL_GRACE = 30  # seconds, of Kubernetes
 SLEEP = re.compile(r"\bsleep (\d{1,6})\b")
 CONTAINER_KINDS = ("containers", "initContainers")
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
-RECIPES = "recipes"  # the folder of jaxpar's own scripts
 NODE = "node"  # the job, and the container, that trains in the runtimes of Kubeflow's Trainer
 
 
@@ -116,13 +115,9 @@ class Workload:
     def recipe(self) -> Sequence[str] | None:
         """The flags of the recipe that the pods run; None: a program of one's own, to which `manifest` gives no mesh."""
         words = tuple(self.program)
-        has_mesh = any(word.startswith("--mesh.") for word in words)
         if len(words) > 2 and is_python(words[0]) and words[1] == "-u":
+            has_mesh = any(word.startswith("--mesh.") for word in words)
             return words[3:] if words[2].endswith(".py") and has_mesh else None
-        if len(words) > 1 and is_python(words[0]) and words[1].endswith(".py"):
-            return (
-                words[2:] if PurePosixPath(words[1]).parent.name == RECIPES and has_mesh else None
-            )
         begins = num_words(words, INSTALLED)
         return words[begins + 1 :] if begins else None
 
