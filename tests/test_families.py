@@ -15,6 +15,8 @@ from jaxpar.huggingface.config import config_json, family_of
 from jaxpar.models import transformer
 from jaxpar.models.transformer import Rope, RopeScaling
 from jaxpar.models.transformer.rope import KINDS, frequencies
+from jaxpar.run import language_model
+from jaxpar.run.lora_flags import LoraFlags
 from tests.support import tiny
 from tests.support.model_folders import GOLDEN, all_tensors, copy_with, golden
 from tests.support.oracle import assert_same_bits
@@ -372,6 +374,9 @@ def test_a_window_of_some_layers_is_refused_until_it_is_ignored(tmp_path):
         read_config(folder)
     config = read_config(folder, ignore=["use_sliding_window"])
     assert config.window is None
+    flags = language_model.ModelFlags(init_from=folder), LoraFlags()
+    said = language_model.describe(*flags, config, jaxpar.make_mesh(), 0, schedule="1f1b")
+    assert "use_sliding_window: where rows are longer than its window, it is another model" in said
     write_model(tmp_path / "new", config, read_params(folder, config))
     assert json.loads((tmp_path / "new" / "config.json").read_text())["use_sliding_window"] is True
 

@@ -152,6 +152,21 @@ def test_answers_that_end_with_a_token_at_which_the_model_does_not_stop_are_told
     )
 
 
+def test_the_end_of_an_answer_is_shown_in_whole_characters(tmp_path, capsys):
+    line = {"prompt": "what is a cat?", "completion": "x" * 40 + "\N{CAT FACE}" * 9 + "!"}
+    lines = [json.dumps({**line, "prompt": f"{i}?"}) + "\n" for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    folder = write_tokenizer(tmp_path / "model", eos_token="<|begin|>")
+    (folder / "config.json").write_text("{}")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    flags = DataFlags(data=(tmp_path / "a.jsonl",), token_cache=tmp_path / "cache", seq=128)
+    language_data.make_rows(flags, language_data.load_data(flags, folder), 400)
+    said = capsys.readouterr().out
+    assert "ends with" in said
+    assert "\N{CAT FACE}" in said
+    assert "\ufffd" not in said
+
+
 @pytest.mark.parametrize("is_text", [False, True])
 def test_texts_and_completions_whose_end_the_model_does_not_stop_at_are_told_with_the_remedy(
     tmp_path, capsys, is_text

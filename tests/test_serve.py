@@ -1338,13 +1338,13 @@ def test_what_is_not_modelled_is_refused_unless_it_is_ignored_and_dropout_is(tmp
             "model.json",
             {},
             {"step": 7},
-            "step must be given for a model .*; got the run of house_prices.py in",
+            "step applies to other models; got the run of house_prices.py in",
         ),
         (
             "model.json",
             {},
             {"max_tokens": 5},
-            "max_tokens must be given for a model that has such a setting",
+            "max_tokens applies to other models",
         ),
         (
             "config.json",

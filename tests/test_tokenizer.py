@@ -308,6 +308,50 @@ def test_the_fingerprint_follows_what_tokens_depend_on(folder, tmp_path):
     assert len(prints) == 3
 
 
+SPECIAL = (
+    "{{ bos_token }}{{ image_token }}{{ other }}{{ additional_special_tokens[1] }}{{ unk_token }}|"
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_map", "wanted"),
+    [
+        ({}, {}, "<|begin|>|"),
+        ({"bos_token": None}, {"bos_token": "<|im_end|>"}, "<|im_end|>|"),
+        ({}, {"bos_token": {"content": "<|im_end|>"}}, "<|im_end|>|"),
+        ({"bos_token": None, "added_tokens_decoder": {}}, {"bos_token": "<|im_end|>"}, "|"),
+        ({"image_token": "<|im_end|>"}, {}, "<|begin|><|im_end|>|"),
+        ({"extra_special_tokens": {"other": "<|im_end|>"}}, {}, "<|begin|><|im_end|>|"),
+        ({"model_specific_special_tokens": {"image_token": "b"}}, {}, "<|begin|>b|"),
+        ({"additional_special_tokens": ["a", {"content": "b"}]}, {}, "<|begin|>b|"),
+        ({"extra_special_tokens": ["a", "b"]}, {}, "<|begin|>b|"),
+        ({"extra_special_tokens": {"messages": "b"}}, {}, "<|begin|>|"),
+    ],
+)
+def test_a_template_has_the_special_tokens_that_transformers_gives_it(
+    tmp_path, settings, of_map, wanted
+):
+    folder = write_tokenizer(tmp_path / "model", template=SPECIAL, **settings)
+    (folder / "special_tokens_map.json").write_text(json.dumps(of_map))
+    with_error = SPECIAL.replace(
+        "additional_special_tokens[1]", "(additional_special_tokens or ['', ''])[1]"
+    )
+    (folder / "chat_template.jinja").write_text(with_error)
+    own = read_tokenizer(folder)
+    text, _ = own.render(CHAT, ask=True)
+    assert text.startswith(wanted + CHAT[0]["content"])
+
+
+def test_the_end_of_a_text_is_the_one_of_the_map_where_transformers_reads_it(tmp_path):
+    folder = write_tokenizer(tmp_path / "model", eos_token=None)
+    before = read_tokenizer(folder)
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    after = read_tokenizer(folder)
+    assert (before.end, after.end) == (None, 2)
+    assert before.fingerprint() != after.fingerprint()
+
+
 def test_settings_for_inference_cut_no_example(folder, tmp_path):
     from tokenizers import Tokenizer
 
@@ -337,7 +381,7 @@ def test_a_template_runs_in_a_sandbox(tmp_path, template):
     own = read_tokenizer(write_tokenizer(tmp_path / "model", template=template))
     with pytest.raises(
         ValueError,
-        match=r"must be one that the model's chat template takes; got .* Correct the messages",
+        match=r"must be one that the model's chat template takes; got .* Correct the messages, or the temp",
     ):
         own.render(CHAT)
 

@@ -81,7 +81,7 @@ class ChatTemplate:
     Args:
         source: The Jinja program.
         folder: The folder that it is of, for messages.
-        special: The special tokens that it may name, such as ``bos_token``, and their texts.
+        special: The special tokens that it may name, such as ``bos_token``, and their texts. Messages go before them.
 
     Attributes:
         names: All names in the program; a field of a message that is not among them is not written.
@@ -91,7 +91,7 @@ class ChatTemplate:
         ValueError: It is not a Jinja template.
     """
 
-    def __init__(self, source: str, folder: Path, special: Mapping[str, str]) -> None:
+    def __init__(self, source: str, folder: Path, special: Mapping[str, Any]) -> None:
         self.names = frozenset(re.findall(r"\w+", source))
         self._folder, self._special = folder, special
         filtered = lambda tag: tag[1] + ("endfilter" if tag[2] else "filter said")
@@ -136,8 +136,8 @@ class ChatTemplate:
         where = f"the template of {self._folder}"
         try:
             # The program in it may fail in any way.
-            with refusing(Exception, rule, where, "Correct the messages."):
-                return self._program.render(**given, **self._special)
+            with refusing(Exception, rule, where, "Correct the messages, or the template."):
+                return self._program.render({**self._special, **given})
         except ValueError as error:
             if f"'{TODAY}' is undefined" not in str(error):
                 raise

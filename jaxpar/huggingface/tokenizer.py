@@ -2,6 +2,7 @@
 
 tokenizer.json           the tokenizer
 tokenizer_config.json    its special tokens
+special_tokens_map.json  the same in folders of older versions, in whose tokenizer_config.json no token is added
 config.json              the id of the token that ends a text, if tokenizer_config.json names none
 """
 
@@ -23,7 +24,19 @@ from jaxpar.runtime.output import needing_extra, refusing
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 MAX_TOKENIZER_BYTES = 2**27  # the largest published ones have about 33 MB
-SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # whose texts templates use
+SPECIAL_MAP = "special_tokens_map.json"
+ADDED = "added_tokens_decoder"
+SPECIAL = (
+    "bos_token",
+    "eos_token",
+    "pad_token",
+    "unk_token",
+)  # empty in a template where a folder names none
+# Objects with further tokens by name, and a list of those without names, which a template has as the first of the two.
+BY_NAME, WITHOUT_NAMES = (
+    ("extra_special_tokens", "model_specific_special_tokens"),
+    ("additional_special_tokens", "extra_special_tokens"),
+)
 REPLACEMENT = "\ufffd"  # in the text of bytes that are no whole character
 _FALLBACK = re.compile("<0x([0-9A-F]{2})>")  # a byte of SentencePiece
 # The bytes by the characters that stand for them in byte-level BPE: those that can be printed for themselves, and others.
@@ -66,7 +79,7 @@ class FolderTokenizer(Tokenizer):
                 "that has one, or make it there by AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers."
             )
         path = file_inside(folder, TOKENIZER)
-        settings = _optional_json(folder, SETTINGS)
+        settings = _settings(folder)
         sources = chat_template.read_templates(folder, settings)
         contents = [repr(sorted(settings.items())), sources.get(DEFAULT, "")]
         if TOOL_USE in sources:
@@ -83,7 +96,7 @@ class FolderTokenizer(Tokenizer):
             "|".join(re.escape(t.content) for t in added.values() if t.special and t.content)
             or "(?!)"
         )
-        special = {name: _text_of(settings.get(name)) or "" for name in SPECIAL}
+        special = _special_texts(settings)
         self.folder, self.has_chat_template = folder, DEFAULT in sources
         self._templates = {
             name: ChatTemplate(source, folder, special) for name, source in sources.items()
@@ -209,7 +222,7 @@ def _open(path: Path) -> Any:
 
 def _check_added(settings: Mapping[str, Any], added: Mapping[str, int], folder: Path) -> None:
     """Raises for a token that the settings add, as transformers would, and the tokenizer has not."""
-    listed = settings.get("added_tokens_decoder")
+    listed = settings.get(ADDED)
     listed = listed if isinstance(listed, dict) else {}
     texts = {_text_of(token): index for index, token in listed.items()}
     missing = [text for text, index in texts.items() if text and str(added.get(text)) != str(index)]
@@ -219,6 +232,27 @@ def _check_added(settings: Mapping[str, Any], added: Mapping[str, int], folder: 
             f"{shorten(missing)} in {folder}, which {TOKENIZER} would cut into several. Write both files anew: "
             f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r}) of transformers."
         )
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Returns the settings of a tokenizer, with the special tokens of ``SPECIAL_MAP`` where transformers reads them there."""
+    settings = _optional_json(folder, SETTINGS)
+    return settings if ADDED in settings else settings | _optional_json(folder, SPECIAL_MAP)
+
+
+def _special_texts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a template may name of the special tokens: their texts by name, and a list of those without names."""
+    named = {name: token for name, token in settings.items() if name.endswith("_token")}
+    for name in BY_NAME:
+        named |= settings[name] if isinstance(settings.get(name), dict) else {}
+    found: dict[str, Any] = dict.fromkeys(SPECIAL, "")
+    found |= {name: text for name, token in named.items() if (text := _text_of(token)) is not None}
+    for listed in (settings.get(name) for name in WITHOUT_NAMES):
+        if isinstance(listed, list) and listed:
+            found[WITHOUT_NAMES[0]] = [
+                text for each in listed if (text := _text_of(each)) is not None
+            ]
+    return found
 
 
 def _optional_json(folder: Path, name: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from jaxpar.data.text import BYTES
 from jaxpar.devices import are_gpus
 from jaxpar.fields import check_not_negative
 from jaxpar.huggingface.config import read_config_for
+from jaxpar.huggingface.config_keys import WINDOW_KEYS
 from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.huggingface.tokenizer import FolderTokenizer
 from jaxpar.mesh import sizes_text
@@ -420,5 +421,8 @@ def describe(
     if products := transformer.describe_products(config):
         lines.append(products)
     if config.ignored:
-        lines.append(f"ignored in its config.json: {', '.join(config.ignored)}")
+        of_windows = ": where rows are longer than its window, it is another model"
+        has_windows = {*WINDOW_KEYS} & {*config.ignored}
+        ignored = f"ignored in its config.json: {', '.join(config.ignored)}"
+        lines.append(ignored + of_windows * bool(has_windows))
     return "\n".join(lines)

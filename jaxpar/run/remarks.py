@@ -21,12 +21,12 @@ from jaxpar.data.readers import find_files
 from jaxpar.data.text import is_held_out
 from jaxpar.fields import arg
 from jaxpar.huggingface.export import CONFIG, GENERATION, stop_tokens
-from jaxpar.huggingface.tokenizer import SETTINGS, FolderTokenizer
+from jaxpar.huggingface.tokenizer import REPLACEMENT, SETTINGS, FolderTokenizer
 from jaxpar.runtime.output import printable
 
 AND = " and "  # between the checksums of several --data
 MOST_TOKENS = 2**18  # of the first conversations; the template is the same for all
-SHOWN_TOKENS = 4  # of the end of an answer
+SHOWN_TOKENS = 8  # of the end of an answer
 MOST_NAMED = 3  # files
 
 
@@ -138,7 +138,8 @@ def remark_on_ends(
     names = [tokenizer.text_of(token) for token in ends if token < tokenizer.vocab_size]
     of_tokenizer = f"eos_token of {tokenizer.folder / SETTINGS}"
     named = f"eos_token_id of {init_from / GENERATION}" if init_from else of_tokenizer
-    text = printable("".join(map(tokenizer.text_of, last.tolist())))
+    # The first of the last tokens may be the end of a character.
+    text = printable(tokenizer.decode(last, special=True).lstrip(REPLACEMENT))
     what, after = (
         ("texts", "a text") if corpus.documents.learned is None else ("answers", "its answer")
     )

@@ -134,9 +134,7 @@ def _refuse_settings(settings: ModelSettings, names: Sequence[str], what: str) -
     """Raises ValueError for settings that have no effect on a model, unless they have their defaults."""
     idle = [name for name in names if getattr(settings, name) != getattr(ModelSettings, name)]
     if idle:
-        raise ValueError(
-            f"{fields.arg(*idle)} must be given for a model that has such a setting; got {what}. Leave it out."
-        )
+        raise ValueError(f"{fields.arg(*idle)} applies to other models; got {what}. Leave it out.")
 
 
 def _choosing_again(step: int | None, read: Callable[[], Result]) -> Result:
