@@ -602,6 +602,17 @@ def test_an_optimizer_with_a_key_is_compared_by_its_numbers(tmp_path):
     assert told.startswith("the optimizer is not that of the saved run: its update computes with")
 
 
+@pytest.mark.parametrize(("saved", "now", "how"), [(2, 1, "less"), (1, 2, "more")])
+def test_a_number_that_an_optimizer_uses_another_number_of_times_is_told_so(
+    tmp_path, saved, now, how
+):
+    flags = BasicFlags.of(out_dir=tmp_path, steps=1, checkpoint_every=1)
+    of = lambda times: optax.chain(*[optax.add_decayed_weights(0.1)] * times, optax.sgd(0.5))
+    assert trained(flags, of(saved), settings={"rows": 4}) == []
+    [told] = trained(flags.replace(resume=True, steps=2), of(now), settings={"rows": 4})
+    assert f"its update computes with 0.1 {how} often than that of the saved run" in told
+
+
 def test_an_optimizer_that_treats_other_params_with_the_same_numbers_is_told(tmp_path):
     params = {"a": jnp.ones(2), "b": jnp.ones(2)}
     halves = {"fast": optax.sgd(0.1), "slow": optax.sgd(0.01)}

@@ -336,18 +336,23 @@ def _text(value: np.ndarray) -> str:
 def _other_numbers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Returns the numbers that only one of two optimizers has, those of the first one first."""
     new, old = _apart(saved, now)
-    if not (new and old):
-        new, old = _more_often(now, saved), _more_often(saved, now)
-    if not new and not old:
+    more, less = _more_often(now, saved), _more_often(saved, now)
+    if not (new or old or more or less):
         return "its update has the same numbers in other places, or other operations"
 
     def listed(numbers: list[str]) -> str:
         more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
         return printable(brief(", ".join(numbers[:SHOWN]))) + more
 
-    if not old:
+    if new and old:
+        return (
+            f"its update computes with {listed(new)} where that of the saved one has {listed(old)}"
+        )
+    if not less and {*more} <= {*new}:
         return f"its update computes with {listed(new)}, which that of the saved run does not have"
-    return f"its update computes with {listed(new) or 'none'} where that of the saved one has {listed(old)}"
+    parts = [(more, "more"), (less, "less")]
+    told = " and with ".join(f"{listed(numbers)} {how} often" for numbers, how in parts if numbers)
+    return f"its update computes with {told} than that of the saved run"
 
 
 def _apart(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
