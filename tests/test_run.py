@@ -32,8 +32,9 @@ from jaxpar.run.evaluation import say_best
 from jaxpar.run.kept_numbers import describe, kept_numbers
 from jaxpar.run.learning_rate import remark_on_rate
 from jaxpar.run.messages import remark_on_first_step, say, say_written
+from jaxpar.run.optimizer_numbers import numbers_of
 from jaxpar.run.start import advice_on_finite_steps, check_processes, first_state
-from jaxpar.run.traits import Traits, numbers_of
+from jaxpar.run.traits import Traits
 from jaxpar.runtime.lease import this_process
 from jaxpar.runtime.life import LifeWatch
 from jaxpar.runtime.output import logging_kept

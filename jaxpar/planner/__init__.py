@@ -9,9 +9,9 @@ The package is not called `plan`, so that `jaxpar.plan` names only the function.
 differently), `fused.py`, `kernels.py` and `kernel_seconds.py` (the kernels of an op and their seconds), `op_traffic.py` (what
 an op sends), `ops.py` (the work of the ops of a layer, sharded by `jaxpar/backward/partition.py`), `state.py` (the state
 between steps), `memory.py` (bytes on a device), `traffic.py` (bytes sent), `step_time.py` (the seconds of a step), `plans.py`
-(the result, as text), `candidates.py` (meshes and settings to try), `search.py` (the best plan of each mesh), `ranking.py`
-(the public functions, and what would help a plan), `no_plan.py` (why none fits). `compiled.py` compiles a choice, and bounds
-the time of a step that was compiled for GPUs.
+(the result, as text), `candidates.py` (meshes and settings to try), `search.py` (the best plan of each mesh), `fixed.py`
+(settings that a caller fixes), `ranking.py` (the public functions, and what would help a plan), `no_plan.py` (why none fits).
+`compiled.py` compiles a choice, and bounds the time of a step that was compiled for GPUs.
 """
 
 from jaxpar.planner.cluster import GPUS, Cluster, cluster

@@ -9,10 +9,11 @@ from typing import Any
 from jaxpar.fields import arg
 from jaxpar.mesh import AXES, DATA, FROM_SLOWEST, ROWS
 from jaxpar.planner.cluster import Cluster
+from jaxpar.planner.fixed import check_fixed
 from jaxpar.planner.job import Choice, divisors, fixed_or, is_round
 from jaxpar.planner.model_shape import MAX_SEQ, ModelShape
 from jaxpar.planner.plans import Plan, remat_text
-from jaxpar.planner.search import SURPLUS, Estimator, check_fixed, fitting_plans
+from jaxpar.planner.search import SURPLUS, Estimator, fitting_plans
 from jaxpar.schedule import NUM_CHUNKS
 
 USUAL_HEADROOM = 0.1  # no smaller one is advised

@@ -17,11 +17,12 @@ from jaxpar.fields import arg, check_kind
 from jaxpar.mesh import AXES, abstract_mesh
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.planner.cluster import Cluster, Links
+from jaxpar.planner.fixed import check_fixed, check_has_effect
 from jaxpar.planner.job import JAXPAR, Assumptions, Choice, Software, is_round
 from jaxpar.planner.model_shape import ModelShape, transformer_shape
 from jaxpar.planner.no_plan import why_nothing
 from jaxpar.planner.plans import Gain, Plan, why_best, why_not
-from jaxpar.planner.search import Estimator, best_plans, check_fixed
+from jaxpar.planner.search import Estimator, best_plans
 from jaxpar.schedule import NAMED, NUM_CHUNKS
 from jaxpar.step.optimizer_state import Optimizer
 from jaxpar.step.position_checks import check_positions
@@ -102,7 +103,7 @@ def plan(
     plans = best_plans(estimator, fixed, max(TOP, top))
     if not plans:
         raise ValueError(why_nothing(estimator, fixed, rows_of))
-    _check_pipelines(estimator, fixed)
+    check_has_effect(estimator, fixed)
     for each in plans:  # also those beyond top: which are shown decides nothing
         _check_split(shape, each.choice, rows)
     best = plans[0]
@@ -156,19 +157,6 @@ def price(
     priced = estimator.price(choice)
     assert priced is not None
     return priced
-
-
-def _check_pipelines(estimator: Estimator, fixed: dict[str, Any]) -> None:
-    """Raises ValueError if settings of a pipeline are fixed, and no mesh with the other settings has stages."""
-    names = [name for name in ("schedule", "num_chunks") if fixed.get(name) not in (None, 1)]
-    if not names or any(choice.stage > 1 for choice in estimator.candidates(fixed)):
-        return
-    given = {name: value for name, value in fixed.items() if value is not None}
-    raise ValueError(
-        f"{' and '.join(map(arg, names))} must be of a mesh with stages, each with a layer for each of its chunks; got "
-        f"{arg(**given)}, with which no mesh of {estimator.cluster.num_devices} devices has stages of the "
-        f"{estimator.shape.num_layers} layers of {estimator.shape.name}. Leave {' and '.join(map(arg, names))} out."
-    )
 
 
 def _check_split(shape: ModelShape, choice: Choice, batch_size: int) -> None:

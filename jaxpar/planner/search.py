@@ -23,92 +23,23 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from jaxpar.data_parallel import check_sequences
 from jaxpar.dtypes import num_bytes
-from jaxpar.fields import arg, check_at_least
-from jaxpar.mesh import AXES, DATA, TENSOR, abstract_mesh
+from jaxpar.mesh import DATA, TENSOR
 from jaxpar.planner.candidates import candidates, schedules_of, spreads
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.job import JAXPAR, Assumptions, Choice, Software, divisors, fixed_or
 from jaxpar.planner.memory import step_memory
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.planner.ops import Analysis
-from jaxpar.planner.plans import SETTINGS, Plan
+from jaxpar.planner.plans import Plan
 from jaxpar.planner.state import AtRest, wide_bytes
 from jaxpar.planner.step_time import Prices, step_time
 from jaxpar.planner.traffic import Transfer, bytes_by_axis, step_traffic
-from jaxpar.schedule import NAMED, SCHEDULES
 from jaxpar.step.optimizer_state import Optimizer
 
 SURPLUS = 1.02  # a quick memory estimate up to this factor above the limit may still fit
 SLACK, TRIES = 1.1, 2  # trust in the quick estimate; how many settings of a mesh are priced
 LEAST_GAIN = 0.001  # the share of the time that a change must save
-
-
-def check_fixed(
-    fixed: dict[str, Any],
-    executor: str,
-    batch_size: int,
-    top: int,
-    shape: ModelShape,
-    num_devices: int,
-) -> None:
-    """Raises for an unknown setting, a value out of its range, or one that the model or the devices cannot have."""
-    if unknown := sorted(set(fixed) - set(SETTINGS)):
-        raise ValueError(f"a fixed setting must be one of {', '.join(SETTINGS)}; got {unknown}.")
-    if executor not in ("spmd", "mpmd"):
-        raise ValueError(f'{arg("executor")} must be "spmd" or "mpmd"; got {executor!r}.')
-    counts: dict[str, Any] = {
-        name: fixed.get(name) for name in (*AXES, "num_chunks", "num_microbatches")
-    }
-    check_at_least(1, batch_size=batch_size, top=top, **counts)
-    wholes = {"zero": 0, "context": 1, "experts": TENSOR}
-    cut = [name for name, whole in wholes.items() if fixed.get(name) not in (None, whole)]
-    if executor == "mpmd" and (fixed.get("stage") or 1) > 1 and cut:
-        raise ValueError(
-            f"with {arg(executor=executor)} replicas hold all params and whole sequences; got {arg(stage=fixed['stage'])}, "
-            f"{arg(**{cut[0]: fixed[cut[0]]})}. Leave {arg(cut[0])} out, or use {arg(executor='spmd')}."
-        )
-    for name, values, rule in (
-        ("experts", (TENSOR, DATA), 'be over "tensor" or "data"; got {!r}.'),
-        ("zero", range(4), "be a ZeRO level, 0 to 3; got {!r}. Choose 0 for none."),
-        ("schedule", SCHEDULES, f"be one of {', '.join(SCHEDULES)}; got {{!r}}."),
-    ):
-        if fixed.get(name) is not None and fixed[name] not in values:
-            raise ValueError(f"{arg(name)} must {rule.format(fixed[name])}")
-    _check_pipeline(fixed)
-    if fixed.get("experts") is not None and shape.experts is None:
-        raise ValueError(
-            f"{arg('experts')} is for a model with experts; got {arg(experts=fixed['experts'])} and {shape.name}. Leave it out."
-        )
-    context = fixed.get("context") or 1
-    if num_devices % context:
-        known = [n for n in divisors(num_devices) if n == 1 or not shape.tokens_per_row % (2 * n)]
-        raise ValueError(
-            f"{arg('context')} must divide the devices; got {arg(context=context)} and {num_devices} devices. Choose it from "
-            f"{', '.join(map(str, known))}."
-        )
-    on = abstract_mesh(context=context)
-    check_sequences(shape.row, on, sequences=shape.sequences)
-
-
-def _check_pipeline(fixed: dict[str, Any]) -> None:
-    """Raises ValueError if settings of a pipeline are fixed that no plan has: without a pipeline, or beside one another."""
-    schedule, chunks = fixed.get("schedule"), fixed.get("num_chunks") or 1
-    given = {"schedule": schedule} if schedule else {"num_chunks": chunks} if chunks > 1 else {}
-    if fixed.get("stage") == 1 and given:
-        raise ValueError(
-            f"one stage is no pipeline, and has no schedule and no chunks; got {arg(stage=1)}, {arg(**given)}. Leave one out."
-        )
-    named = NAMED.get(schedule or "")
-    if named is None or named.takes_any_chunks:
-        return
-    usual = named.num_chunks
-    if fixed.get("num_chunks") not in (None, usual):
-        raise ValueError(
-            f"stages have {usual} {'chunk' if usual == 1 else 'chunks'} with {arg(schedule=schedule)}; got "
-            f"{arg(num_chunks=chunks)}. Leave it out, or choose {arg(schedule='interleaved')}."
-        )
 
 
 @dataclass

@@ -9,10 +9,8 @@ What differs is printed, not refused, since a schedule may follow from the numbe
 model and the loss are compared by the settings of a run alone: a run without any is told so.
 """
 
-import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -22,20 +20,22 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar._compat import constants, digests_of_outputs, literals
 from jaxpar.checkpoint.manifest import parts_of, plain_json
-from jaxpar.checkpoint.state import as_numbers
-from jaxpar.data.checksums import checksum
 from jaxpar.fields import brief
 from jaxpar.run.kept_numbers import describe, kept_numbers
+from jaxpar.run.optimizer_numbers import (
+    follow_steps,
+    is_told,
+    numbers_apart,
+    numbers_of,
+    other_numbers,
+)
 from jaxpar.runtime.coordination import check_agreement, check_same_program
 from jaxpar.runtime.output import printable, version_of
 from jaxpar.sharding import path_string
-from jaxpar.step.optimizer_state import first_update
 from jaxpar.step.settings import Parallel
 from jaxpar.trainable import trained_part
 
-MOST = 200  # numbers that are kept, each once; a checksum is of all
 SHOWN = 4
 REMEDY = (
     'Give what the results depend on to Run as settings when a run begins, such as {"learning_rate": 0.001, "data": '
@@ -230,11 +230,11 @@ class Traits:
             and now is not None
             and is_compared
             and is_apart
-            and not _is_told(then, now, kept)
+            and not is_told(then, now, kept)
         ):
             self._say(
                 "the optimizer is not that of the saved run: "
-                f"{_other_numbers(then, now)}{self._why(settings, then, now)}.{self._remedy()}"
+                f"{other_numbers(then, now)}{self._why(settings, then, now)}.{self._remedy()}"
             )
         if not self.settings:
             numbers = "" if is_compared else "the numbers of the optimizer, "
@@ -252,8 +252,8 @@ class Traits:
     ) -> str:
         """Returns why an optimizer may be another one: other settings, or a schedule made of the number of steps."""
         steps = self._saved.get("steps")
-        new, old = _apart(then, now)
-        is_length = isinstance(steps, int) and _follow_steps(new, old, steps, self._steps)
+        new, old = numbers_apart(then, now)
+        is_length = isinstance(steps, int) and follow_steps(new, old, steps, self._steps)
         own = {name: value for name, value in self.settings.items() if name != "steps"}
         compared = own if is_length else self.settings
         if is_length and len(new) == len(old) == 1:
@@ -283,112 +283,6 @@ class Traits:
             if shown(batch.get(name, "")) != shown(str(saved.get(name, "")))
         ]
         return printable(", ".join(apart[:SHOWN]))
-
-
-def numbers_of(optimizer: Any, params: PyTree) -> dict[str, Any] | None:
-    """Returns the numbers in an optimizer's init and update for these params; None where it cannot be traced alone.
-
-    Args:
-        optimizer: An optax optimizer.
-        params: Arrays or ShapeDtypeStructs.
-    """
-    update = lambda params, grads: first_update(optimizer, params, grads)
-    try:
-        traced, made = jax.make_jaxpr(update, return_shape=True)(params, params)
-    except Exception:  # of any kind: an optimizer is a function of the user
-        return None
-    updates, structure = (
-        digests_of_outputs(traced, has_values=of)[: len(jax.tree.leaves(made[0]))]
-        for of in (True, False)
-    )
-    values = as_numbers([*literals(traced), *constants(traced)])
-    found = [_text(np.asarray(value)) for value in values]
-    counts = Counter(found)
-    return {
-        "checksum": _checksum_of(found),
-        "updates": _checksum_of(updates),
-        "structure": _checksum_of(structure),
-        "numbers": [*counts][:MOST],
-        "counts": [*counts.values()][:MOST],
-    }
-
-
-def _is_told(
-    saved: Mapping[str, Any], now: Mapping[str, Any], kept: Mapping[str, tuple[Any, Any]]
-) -> bool:
-    """Returns whether two optimizers have other numbers only where the state keeps the saved ones."""
-    if saved.get("structure", now["structure"]) != now["structure"]:
-        return False
-    then = saved.get("numbers")
-    told = {_text(number) for pair in kept.values() for number in pair}
-    apart = {*now["numbers"]} ^ {*map(str, then if isinstance(then, list) else [])}
-    return bool(apart) and apart <= told
-
-
-def _checksum_of(texts: Iterable[str]) -> str:
-    return checksum([np.frombuffer(" ".join(texts).encode(), np.uint8)])
-
-
-def _text(value: np.ndarray) -> str:
-    return str(value[()]) if value.ndim == 0 else checksum([value])
-
-
-def _other_numbers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Returns the numbers that only one of two optimizers has, those of the first one first."""
-    new, old = _apart(saved, now)
-    more, less = _more_often(now, saved), _more_often(saved, now)
-    if not (new or old or more or less):
-        return "its update has the same numbers in other places, or other operations"
-
-    def listed(numbers: list[str]) -> str:
-        more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
-        return printable(brief(", ".join(numbers[:SHOWN]))) + more
-
-    if new and old:
-        return (
-            f"its update computes with {listed(new)} where that of the saved one has {listed(old)}"
-        )
-    if not less and {*more} <= {*new}:
-        return f"its update computes with {listed(new)}, which that of the saved run does not have"
-    parts = [(more, "more"), (less, "less")]
-    told = " and with ".join(f"{listed(numbers)} {how} often" for numbers, how in parts if numbers)
-    return f"its update computes with {told} than that of the saved run"
-
-
-def _apart(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Returns the numbers that only the optimizer of now has, and those that only the saved one has."""
-    kept = then.get("numbers")
-    old = list(map(str, kept)) if isinstance(kept, list) else []
-    new = now["numbers"]
-    return [each for each in new if each not in old], [each for each in old if each not in new]
-
-
-def _more_often(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Returns the numbers that one optimizer has more often than another."""
-    counted = [_counted(each) for each in (one, other)]
-    return [*(counted[0] - counted[1])]
-
-
-def _counted(optimizer: Mapping[str, Any]) -> Counter[str]:
-    numbers, counts = (optimizer.get(name) for name in ("numbers", "counts"))
-    if not isinstance(numbers, list):
-        return Counter()
-    counts = counts if isinstance(counts, list) else [1] * len(numbers)
-    return Counter(dict(zip(map(str, numbers), counts, strict=False)))
-
-
-def _follow_steps(new: list[str], old: list[str], saved_steps: int, steps: int) -> bool:
-    """Returns whether numbers differ as the numbers of steps do: by as much, or by the same factor."""
-    is_so = lambda a, b: a - b == steps - saved_steps or a * saved_steps == b * steps
-    pairs = ((a, b) for a in map(_number, new) for b in map(_number, old) if b)
-    return steps != saved_steps and any(is_so(a, b) for a, b in pairs)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:  # the checksum of an array
-        return math.nan
 
 
 def _versions() -> dict[str, str | None]:
