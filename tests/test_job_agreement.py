@@ -625,6 +625,15 @@ def test_a_variable_of_an_empty_value_hides_gpus():
     )
 
 
+def test_adapters_of_random_weights_are_told():
+    (job,) = documents("jobset")
+    edit(job, "jobset", "main command +", "--lora-rank=8")
+    (said,) = remarks(job)
+    assert "has --lora-rank and no --init-from: the weights beside the factors are random" in said
+    edit(job, "jobset", "main command +", "--init-from=/checkpoints/llama")
+    assert not remarks(job)
+
+
 def test_a_server_whose_metrics_prometheus_does_not_find_is_told():
     deployment, _ = documents("service")
     assert not remarks(deployment)

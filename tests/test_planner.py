@@ -1433,9 +1433,32 @@ def test_what_needs_the_memory_is_named_first_with_changes_that_fit(capsys):
     assert (
         "llama3.2-1b with rows of 32,768 tokens and attention that stores its scores needs" in said
     )
-    assert said.strip().endswith("stays free. Choose --seq 8192 or --attention flash.")
+    assert re.search(
+        r"stays free\. The largest part: [a-z]+, [\d.]+ GiB\. Choose --seq 8192 or --attention flash\.$",
+        said.strip(),
+    )
     assert main([*args, "--seq", "8192", "--attention", "xla"]) == 0
     assert main([*args, "--seq", "32768", "--attention", "flash"]) == 0
+
+
+def test_shorter_rows_that_fit_are_named_beside_more_nodes():
+    sizes = {"vocab_size": 256, "num_layers": 8, "embed_dim": 256, "num_heads": 4}
+    config = TransformerConfig(**sizes, positions="rope", compute_dtype="bfloat16")
+    of_rows = lambda seq: transformer_shape(config).remake(seq=seq, attention="flash")
+
+    def refused(seq, memory_bytes):
+        of_one = node(memory_bytes=memory_bytes, devices_per_node=1)
+        with pytest.raises(ValueError, match="needs") as told:
+            jaxpar.plan(of_rows(seq), of_one, batch_size=1, memory_headroom=0)
+        return str(told.value)
+
+    least = [
+        float(re.search(r"needs ([\d.]+) GiB", refused(seq, 2**20))[1]) for seq in (8192, 4096)
+    ]
+    between = int(sum(least) / 2 * 2**30)
+    assert re.search(r"Nearest: seq=4096, or \d+ nodes\.$", refused(8192, between)), least
+    of_one = node(memory_bytes=between, devices_per_node=1)
+    assert jaxpar.plan(of_rows(4096), of_one, batch_size=1, memory_headroom=0)
 
 
 def test_rows_and_attention_that_do_not_help_are_not_advised(capsys, tmp_path, monkeypatch):
@@ -1447,7 +1470,7 @@ def test_rows_and_attention_that_do_not_help_are_not_advised(capsys, tmp_path, m
         assert main([*args, "llama3.2-3b", *flags]) == 2
         said = capsys.readouterr().err
         assert f"llama3.2-3b with {cause} needs" in said
-        assert re.search(r"stays free\. Nearest: \d+ nodes\.$", said.strip())
+        assert re.search(r"The largest part: [a-z]+, \d+ GiB\. Nearest: \d+ nodes\.$", said.strip())
     monkeypatch.chdir(tmp_path)
     own = "from jaxpar.planner import transformer_shape\nSHAPE = transformer_shape('llama3.2-1b', seq=131072)\n"
     (tmp_path / "own_rows.py").write_text(own)
@@ -1580,6 +1603,8 @@ def test_the_command_plans_for_the_model_of_a_module_as_the_page_has_it(
     assert (plan["gpu"], plan["nodes"], plan["gpus_per_node"]) == ("h100", 1, 2), (
         "by which `manifest` makes nodes"
     )
+    assert main(["plan", "--model", "my_model:SHAPE", *(f for f in HELD if f != "--json")]) == 0
+    assert re.search(r" rate +[\d,]+ rows/s; ", capsys.readouterr().out)
     for given, message in (
         (["my_model:OTHER"], "--model must name a ModelShape; got my_model:OTHER, of type int"),
         (

@@ -433,6 +433,12 @@ def test_a_job_has_the_nodes_of_its_plan(tmp_path, capsys):
     assert "parallelism: 2\n" in capsys.readouterr().out, "a rehearsal has other nodes"
 
 
+def but_of_random_weights(said):
+    """Returns what is said, but for the line about factors of a preset's weights, which are random."""
+    lines = said.splitlines(keepends=True)
+    return "".join(line for line in lines if "--lora-rank and no --init-from" not in line)
+
+
 @pytest.mark.parametrize(
     ("flags", "changed"),
     without(
@@ -454,7 +460,7 @@ def test_a_job_has_the_nodes_of_its_plan(tmp_path, capsys):
 )
 def test_what_a_command_changes_of_a_plan_is_told(flags, changed, tmp_path, capsys):
     main([*planned(tmp_path), "recipes/gpt.py", *KEPT, *flags])
-    said = capsys.readouterr().err
+    said = but_of_random_weights(capsys.readouterr().err)
     assert said == (said and f"the command changes the plan: {changed}. Memory and time that were planned are not those of "
                     "this job: leave these flags out, or plan again with them\n")  # fmt: skip
     assert bool(said) == bool(changed)
@@ -568,9 +574,9 @@ def test_the_targets_and_the_window_of_a_plan_are_those_of_its_job(tmp_path, cap
         '"w_qkv"',
         '"w_out"',
     ]
-    assert printed.err == ""
+    assert but_of_random_weights(printed.err) == ""
     main([*given, "recipes/gpt.py", *KEPT, "--lora-targets", "w_out", "w_qkv"])
-    assert capsys.readouterr().err == "", "in any order"
+    assert but_of_random_weights(capsys.readouterr().err) == "", "in any order"
     main([*given, "recipes/gpt.py", *KEPT, "--lora-targets", "w_qkv"])
     assert "--lora-targets w_qkv where it has w_qkv w_out. " in capsys.readouterr().err
     main([*planned(tmp_path, lora_rank=8), "recipes/gpt.py", *KEPT, "--lora-targets", "w_qkv"])

@@ -133,6 +133,7 @@ def _launched(pods: Workload) -> Iterator[str]:
 def _of_recipe(pods: Workload) -> Iterator[str]:
     yield from _lost_results(pods)
     yield from trains_nothing(pods.words)
+    yield from _of_random_weights(pods)
     yield from _starts_over(pods)
     if pods.variables.get(RESUME_VARIABLE) == RESUME_IF_ANY:
         yield from beside_resume(pods.words)
@@ -153,6 +154,15 @@ def trains_nothing(command: Sequence[str]) -> Iterator[str]:
         yield (
             f"the command has {given[0]}: the job trains nothing, and ends as if it had. Leave {given[0]} out of the job, and "
             "run the recipe with it on this machine"
+        )
+
+
+def _of_random_weights(pods: Workload) -> Iterator[str]:
+    """Yields a line if a run trains factors beside weights that nobody has trained, as a plan for a preset's name has them."""
+    if pods.flag("--lora-rank") is not None and pods.flag("--init-from") is None:
+        yield (
+            "the command has --lora-rank and no --init-from: the weights beside the factors are random and are not trained, so "
+            "the adapters are of no use for another model. Give --init-from with the folder of the model"
         )
 
 

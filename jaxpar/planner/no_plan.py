@@ -17,6 +17,7 @@ from jaxpar.planner.search import SURPLUS, Estimator, fitting_plans
 from jaxpar.schedule import NUM_CHUNKS
 
 USUAL_HEADROOM = 0.1  # no smaller one is advised
+LEAST_SEQ = 512  # no shorter rows are
 # The settings in the order in which another value is looked for, those that change least first.
 RELEASED = (
     "remat",
@@ -50,9 +51,12 @@ def why_nothing(estimator: Estimator, fixed: dict[str, Any], rows_of: RowsOf) ->
     free = f", since {percent} of {gib(estimator.cluster.memory_bytes)} stays free"
     free = free if estimator.memory_headroom else ""
     named, remedy = _rows_and_scores(estimator, fixed, choice, rows_of)
+    parts = estimator.memory(choice, quick=True)
+    kind = max(parts, key=parts.__getitem__)
+    most = f"The largest part: {kind}, {gib(parts[kind])} GiB."
     return (
         f"{estimator.shape.name}{named} needs {gib(num_bytes)} GiB a device at {arg(**choice.sizes)}; have {gib(limit)}{free}. "
-        f"{remedy or _nearest(estimator, fixed, choice, rows_of)}"
+        f"{most} {remedy or _nearest(estimator, fixed, choice, rows_of)}"
     )
 
 
@@ -266,9 +270,10 @@ def _nearest(estimator: Estimator, fixed: dict[str, Any], choice: Choice, rows_o
         return f"Leave {' and '.join(map(arg, held))} out."
     if headroom := _smaller_headroom(estimator, choice):
         return f"Nearest: {arg(memory_headroom=headroom)}."
+    shorter = _shorter_rows(estimator, fixed, rows_of)
     num_nodes = _fewest_nodes(estimator, fixed, rows_of)
     if num_nodes is not None:
-        return f"Nearest: {num_nodes} nodes."
+        return f"Nearest: {shorter}{num_nodes} nodes."
     anywhere = {name: value for name, value in held.items() if name not in AXES}
     num_nodes = _fewest_nodes(estimator, anywhere, rows_of) if axes else None
     if num_nodes is None:
@@ -300,6 +305,15 @@ def _smaller_headroom(estimator: Estimator, choice: Choice) -> float | None:
     if not USUAL_HEADROOM <= smaller < estimator.memory_headroom:
         return None
     return smaller if replace(estimator, memory_headroom=smaller).price(choice) else None
+
+
+def _shorter_rows(estimator: Estimator, fixed: dict[str, Any], rows_of: RowsOf) -> str:
+    """Returns a half or a quarter of the length of rows that fits, as text to go on after; "" if none does."""
+    seq = estimator.shape.tokens_per_row
+    shorter = [seq // part for part in (2, 4) if seq // part >= LEAST_SEQ]
+    fitting = (each for each in shorter if _helps(estimator, fixed, {"seq": each}, rows_of))
+    found = next(fitting, None)
+    return "" if found is None else f"{arg(seq=found)}, or "
 
 
 def _fewest_nodes(estimator: Estimator, fixed: dict[str, Any], rows_of: RowsOf) -> int | None:

@@ -76,6 +76,7 @@ class Plan:
         ideal_time: Time of a step with free-running stages, as with ``executor="mpmd"`` and in other frameworks.
         is_ideal: Whether plans are ranked by ``ideal_time``.
         tokens: Tokens of a step, or rows where the model has no tokens.
+        tokens_per_row: Tokens of a row; 1 where the model has no tokens.
         flops: Floating-point operations of matrix products in a step on a device, including recomputed ones.
         useful_flops: Those of one forward and one backward pass.
         why: Why it is the best, or why it is not.
@@ -97,6 +98,7 @@ class Plan:
     gains: tuple[Gain, ...] = ()
     software: str = "jaxpar"
     zero_shards_nothing: bool = False
+    tokens_per_row: int = 1
 
     @property
     def ranked_by(self) -> StepTime:
@@ -156,7 +158,8 @@ class Plan:
         )
         whose = f" as {self.software} runs it, not jaxpar"
         tflops, useful = (flops / time.total / 1e12 for flops in (self.flops, self.useful_flops))
-        rate = f"{self.tokens / time.total:,.0f} tokens/s; TFLOP/s a device: {tflops:.0f}, of which useful {useful:.0f}"
+        unit = "tokens" if self.tokens_per_row > 1 else "rows"
+        rate = f"{self.tokens / time.total:,.0f} {unit}/s; TFLOP/s a device: {tflops:.0f}, of which useful {useful:.0f}"
         parts = [
             (
                 "memory",

@@ -197,6 +197,7 @@ class Estimator:
             ideal_time=ranked if is_ideal else other,
             is_ideal=is_ideal,
             tokens=self.batch_size * self.shape.tokens_per_row,
+            tokens_per_row=self.shape.tokens_per_row,
             flops=useful + again,
             useful_flops=useful,
             software=self.software.name,
