@@ -336,7 +336,7 @@ def check_flags(config: Config, mesh: Mesh) -> None:
     """Raises where a flag is out of range."""
     own, data = config.recipe, config.data
     check_settings(config)
-    folder.check_apart(config.common.out_dir, data.data, own.save_hf)
+    folder.check_apart(config.common.out_dir, data.data, own.save_hf, data.token_cache)
     language_model.check_model(own, data.seq, needs_weights=config.makes_state)
     pipeline = own.schedule, own.num_chunks, own.layers_per_virtual_stage
     language_model.check_mesh(own, config.lora, data.seq, mesh, *pipeline)

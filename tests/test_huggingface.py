@@ -17,12 +17,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxpar
+from jaxpar.huggingface import export, read_params, write_description, write_model
 from jaxpar.huggingface import params as reading
-from jaxpar.huggingface import read_params, write_description, write_model
 from jaxpar.huggingface.config import family_of
 from jaxpar.models import transformer
 from jaxpar.params import ParamSpec
-from jaxpar.run import BasicFlags
+from jaxpar.run import BasicFlags, language_model
+from jaxpar.run.lora_flags import LoraFlags
 from jaxpar.run.save_folder import SaveFolder
 from jaxpar.serve import open_run
 from tests.support.model_folders import (
@@ -33,6 +34,7 @@ from tests.support.model_folders import (
     all_tensors,
     change,
     copy,
+    copy_with,
     read_config,
 )
 from tests.support.oracle import assert_same_bits
@@ -143,6 +145,31 @@ def test_rows_that_fill_up_the_vocabulary_are_zeros_and_are_not_written(tmp_path
     np.testing.assert_allclose(logits[..., :24], expected["logits"], rtol=0, atol=1e-5)
     write_model(tmp_path, config, params)
     assert_same_bits(all_tensors(tmp_path), all_tensors(GOLDEN / "llama"))
+
+
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [("bfloat16", ["float32"]), ("float32", []), ("float16", ["bfloat16", "float32"])],
+)
+def test_a_run_says_which_numbers_of_a_model_of_several_dtypes_lose_bits(tmp_path, named, told):
+    folder = copy_with("llama", tmp_path, dtype=named)
+    tensors = all_tensors(folder)
+    for path in folder.glob("model*.safetensors*"):
+        path.unlink()
+    narrow = lambda name, tensor: tensor if "norm" in name else tensor.astype(ml_dtypes.bfloat16)
+    save_file(
+        {name: narrow(name, tensor) for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    assert export.narrowed_dtypes(folder) == told
+    flags = language_model.ModelFlags(init_from=folder), LoraFlags()
+    config = read_config(folder)
+    said = language_model.describe(*flags, config, jaxpar.make_mesh(), 0, schedule="1f1b")
+    line = f"its tensors in {', '.join(told)} are written in {named}, which its config.json names"
+    assert (line in said) == bool(told)
+    write_model(tmp_path / "new", config, read_params(folder, config), source=folder)
+    assert {str(tensor.dtype) for tensor in all_tensors(tmp_path / "new").values()} == {named}
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,8 @@ def test_a_run_writes_apart_from_what_it_reads_and_from_its_model(tmp_path):
         match=r"save_hf must be outside of the folder of data files, all of whose files are learned",
     ):
         run_folder.check_apart(out, [texts], texts / "tuned")
+    with pytest.raises(ValueError, match="token_cache must be outside of the folder of data files"):
+        run_folder.check_apart(out, [texts], None, texts / "cache")
     for name in (".", "adapter", "model", "checkpoints"):
         with pytest.raises(
             ValueError,

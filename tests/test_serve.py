@@ -637,6 +637,20 @@ def test_the_field_that_is_wrong_is_the_one_that_was_sent(chat, fields, param, m
     assert message in found.message
 
 
+def test_a_name_that_a_template_writes_of_functions_alone_is_a_400(chat, monkeypatch):
+    client = chat[3]
+    tokenizer = model_of(client).tokenizer
+    monkeypatch.setattr(tokenizer, "uses", lambda name, has_tools=False: True)
+    messages = [{"role": "user", "name": "Ann", "content": "cat"}]
+    body = {"model": "tiny-chat", "messages": messages, "max_tokens": 1}
+    found = client.post("/v1/chat/completions", body)
+    assert (found.status, found.json["error"]["param"]) == (400, "messages")
+    assert "needs a chat template that writes names; got 'Ann'. Leave it out." in found.message
+    of_names = lambda messages, ask: ("".join(f"{m.get('name')}: cat" for m in messages), [])
+    monkeypatch.setattr(tokenizer, "render", of_names)
+    assert client.post("/v1/chat/completions", body).status == 200
+
+
 def test_a_message_that_the_template_leaves_out_is_a_400(chat, monkeypatch):
     monkeypatch.setattr(
         model_of(chat[3]).tokenizer, "render", lambda messages, ask: (messages[-1]["content"], [])

@@ -16,6 +16,7 @@ from jaxpar.data.corpus import default_cache, load_corpus, tokenise
 from jaxpar.data.examples import TEXT_BLOCK, place_text
 from jaxpar.data.readers import find_files, parse_json, read_records, unread_fields
 from jaxpar.data.text import ByteTokenizer
+from jaxpar.data.unused_fields import TRIED, UnusedFields
 from jaxpar.huggingface import read_tokenizer
 from tests.support.texts import CHATML, WordTokenizer, documents_of, write_lines, write_tokenizer
 
@@ -328,6 +329,43 @@ def test_links_to_folders_and_to_nothing_are_refused_and_hidden_files_left_out(t
         ):
             find_files(tmp_path / "data")
         (tmp_path / "data" / target).unlink()
+
+
+OF_TOOLS = CHATML.replace(
+    "{{ message['content'] }}",
+    "{{ message['content'] }}{% for call in message.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+    "{% if message.role == 'tool' %}{{ message.name }}{% endif %}",
+)
+
+
+def test_fields_that_a_template_names_and_does_not_write_are_told_by_the_roles_that_have_them(
+    tmp_path,
+):
+    folder = write_tokenizer(tmp_path / "model", template=OF_TOOLS)
+    of_user = [{"role": "user", "name": "bob", "content": f"{i}?"} for i in range(3)]
+    answer = {"role": "assistant", "content": "a cat"}
+    of_tool = {"role": "tool", "name": "look", "content": "b"}
+    lines = [{"messages": [each, answer]} for each in of_user]
+    file = write_lines(tmp_path / "a.jsonl", *lines)
+    found = tokenise([file], read_tokenizer(folder), tmp_path / "cache")
+    assert found.ignored == ("name of messages of the role user",)
+    file = write_lines(tmp_path / "b.jsonl", *lines, {"messages": [of_user[0], of_tool, answer]})
+    found = tokenise([file], read_tokenizer(folder), tmp_path / "cache")
+    assert found.ignored == ("name of messages of the role user",), "that of the tool is written"
+    writes = CHATML.replace(
+        "{{ message['content'] }}", "{{ message.name }}{{ message['content'] }}"
+    )
+    folder = write_tokenizer(tmp_path / "other", template=writes)
+    assert tokenise([file], read_tokenizer(folder), tmp_path / "cache").ignored == ()
+
+
+def test_a_field_that_no_conversation_needs_is_tried_in_the_first_of_them_alone():
+    rendered = []
+    fields = UnusedFields(lambda messages, tools: (rendered.append(messages) or "same", ()))
+    for _ in range(TRIED + 5):
+        fields.look_at([{"role": "user", "name": "a", "content": "b"}], {"name"}, "same", None)
+    assert len(rendered) == TRIED
+    assert fields.names() == {"name of messages of the role user"}
 
 
 def test_fields_of_messages_and_columns_that_are_not_used_are_told(tmp_path):

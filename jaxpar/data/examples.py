@@ -33,6 +33,7 @@ from jaxpar.data.readers import (
     unread_fields,
 )
 from jaxpar.data.text import Tokenizer
+from jaxpar.data.unused_fields import UnusedFields
 from jaxpar.runtime.output import printable, refusing
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".7z")
@@ -105,6 +106,10 @@ class Examples:
     is_chat: bool = False
     odd: dict[str, tuple[int, tuple[int, int]]] = field(default_factory=dict)
     _as_objects: dict[bool, bool] = field(default_factory=dict, init=False)
+    _unused: UnusedFields = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._unused = UnusedFields(self.tokenizer.render)
 
     def passages(self) -> Iterator[Passage]:
         """Yields the passages of all files.
@@ -124,6 +129,7 @@ class Examples:
                         ) from error
             else:
                 yield from self._text(file, number)
+        self.ignored |= self._unused.names()
 
     def _text(self, file: Path, number: int) -> Iterator[Passage]:
         special: set[str] = set()
@@ -184,6 +190,7 @@ class Examples:
         if takes_calls and self._reads_arguments(tools):
             messages = [with_arguments_read(message) for message in messages]
         text, spans = self.tokenizer.render(messages, tools=tools)
+        self._unused.look_at(messages, {*filter(uses, others - {"tool_calls"})}, text, tools)
         self.note(_left_out(messages, text), place)
         answers = [
             w

@@ -354,6 +354,16 @@ def dtype_of(folder: Path | str) -> np.dtype | None:
     return next((dtype for dtype in FLOATS.values() if dtype.name == named), None)
 
 
+def narrowed_dtypes(folder: Path | str) -> list[str]:
+    """Returns the dtypes of a folder's tensors in which numbers have more bits than in the one that all are written in."""
+    if not (Path(folder) / CONFIG).exists():
+        return []
+    written = dtype_of(folder)
+    found = {tensor.dtype for tensor in _tensors_of(Path(folder)).values()} & {*FLOATS.values()}
+    apart = {each for each in found - {written} if written is not None}
+    return sorted(str(each) for each in apart if each.itemsize >= np.dtype(written).itemsize)
+
+
 def _tensors_of(folder: Path) -> dict[str, np.ndarray]:
     """Returns the tensors of a folder; none of one that describes a model alone."""
     has_tensors = any((folder / name).exists() for name in (ONE_FILE, INDEX))

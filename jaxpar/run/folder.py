@@ -63,16 +63,19 @@ def check_own_config(out_dir: Path) -> None:
         )
 
 
-def check_apart(out_dir: Path, data: Iterable[Path], save_hf: Path | None) -> None:
+def check_apart(
+    out_dir: Path, data: Iterable[Path], save_hf: Path | None, token_cache: Path | None = None
+) -> None:
     """Raises ValueError if a run would write among the files that it reads, or its model among its own files.
 
     Args:
         out_dir: The folder of the run.
         data: The files and folders of --data.
         save_hf: The folder of --save-hf, if any.
+        token_cache: That of --token-cache, if any.
     """
-    written = {arg("out_dir"): out_dir} | ({} if save_hf is None else {arg("save_hf"): save_hf})
-    for flag, path in written.items():
+    folders = {"out_dir": out_dir, "save_hf": save_hf, "token_cache": token_cache}
+    for flag, path in ((arg(name), path) for name, path in folders.items() if path is not None):
         for folder in (each for each in data if each.is_dir()):
             if path.resolve().is_relative_to(folder.resolve()):
                 raise ValueError(

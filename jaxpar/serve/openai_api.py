@@ -21,6 +21,9 @@ from jaxpar.serve.logprobs import Echo, echo_of, logprobs
 from jaxpar.serve.requests import Endpoint, Reply, RequestError, Served
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+_UNWRITTEN_NAME = (
+    "the name of a message needs a chat template that writes names; got {!r}. Leave it out."
+)
 QUESTION = {"role": "user", "content": "What is a pipeline?"}
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's API has it
 LEAST_TEMPERATURE = 0.01  # scores over less overflow; below it the likeliest token is taken
@@ -386,6 +389,7 @@ def _conversation(model: LanguageModel, messages: list[ChatMessage]) -> str:
     ):
         told = [*map(with_arguments_read, told)]
     text = tokenizer.render(told, ask=True)[0]
+    _check_names(tokenizer, told, text)
     if text:  # else the prompt has no token, which is refused
         _check_told(told, text)
     return text
@@ -395,10 +399,24 @@ def _name(tokenizer: FolderTokenizer, name: str | None) -> dict[str, str]:
     if name is None:
         return {}
     if not tokenizer.uses("name"):
-        raise ValueError(
-            f"the name of a message needs a chat template that writes names; got {name[:80]!r}. Leave it out."
-        )
+        raise ValueError(_UNWRITTEN_NAME.format(name[:80]))
     return {"name": name}
+
+
+def _check_names(
+    tokenizer: FolderTokenizer, messages: Sequence[Mapping[str, Any]], text: str
+) -> None:
+    """Raises ValueError where a chat template, which names ``name``, writes none of a message, but of a function, say."""
+    names = [each["name"] for each in messages if "name" in each]
+    without = [
+        {field: value for field, value in each.items() if field != "name"} for each in messages
+    ]
+    try:
+        is_written = not any(names) or tokenizer.render(without, ask=True)[0] != text
+    except ValueError:  # the template needs them
+        return
+    if not is_written:
+        raise ValueError(_UNWRITTEN_NAME.format(names[0][:80]))
 
 
 def _of_tools(tokenizer: FolderTokenizer, message: ChatMessage) -> dict[str, Any]:
