@@ -89,7 +89,7 @@ def check_are_sequences(
         raise ValueError(
             "the context axis splits dim 1 of an array, which must be the sequence and not the features of a row; got "
             f"{got}, which may be either. If each has a value for each position, name them: "
-            f"shard_batch(batch, mesh, sequences={unknown}). Give features of a row as [rows, 1, ...]."
+            f"shard_batch(batch, mesh, sequences={[*named, *unknown]}). Give features of a row as [rows, 1, ...]."
         )
 
 

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from jaxpar._compat import PIPELINED_ALL_GATHER, Tracer
+from jaxpar._compat import PIPELINED_ALL_GATHER, Tracer, evaluate
 from jaxpar.devices import are_gpus
 from jaxpar.dtypes import widen
 from jaxpar.fields import arg, check_kind
@@ -94,11 +94,36 @@ def init_state(
     assert isinstance(mesh, Parallel), "made of a mesh and its settings"
     abstract = abstract_state(init_fn, key, optimizer, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    init = jax.jit(_init(init_fn, optimizer, mesh.trainable), out_shardings=shardings)
+    init = _init(init_fn, optimizer, mesh.trainable)
     with jax.disable_jit(
         False
     ):  # it places each shard, also for a step that is debugged without jax.jit
-        return init(key)
+        if jax.process_count() > 1:
+            return _placed_together(init, key, shardings)
+        return jax.jit(init, out_shardings=shardings)(key)
+
+
+def _placed_together(
+    init: Callable[[PyTree], TrainState], key: PyTree, shardings: TrainState
+) -> TrainState:
+    """Returns an initial state that several processes place.
+
+    Arrays with shards of other processes that ``init`` returns, such as restored ones, are arguments: a program takes no
+    constants of other processes.
+    """
+    traced, shapes = jax.make_jaxpr(init, return_shape=True)(key)
+    shared = {
+        number: array
+        for number, array in enumerate(traced.consts)
+        if isinstance(array, jax.Array) and not array.is_fully_addressable
+    }
+
+    def of_arguments(given: dict[int, jax.Array], leaves: list[jax.Array]) -> TrainState:
+        consts = [given.get(number, array) for number, array in enumerate(traced.consts)]
+        made = evaluate(traced.replace(consts=consts), leaves)
+        return jax.tree.unflatten(jax.tree.structure(shapes), made)
+
+    return jax.jit(of_arguments, out_shardings=shardings)(shared, jax.tree.leaves(key))
 
 
 def _init(

@@ -187,3 +187,35 @@ def test_a_script_of_ones_own_that_cannot_train_ends_with_2_on_every_process(
     code, out, err = run("-m", "jaxpar", "launch", "-n", 2, "--log-dir", tmp_path, path)
     assert code == 2, out + err
     assert told in out + err
+
+
+RESTORED = """
+import sys
+import jaxpar
+jaxpar.initialize()
+import jax, jax.numpy as jnp, numpy as np, optax
+from pathlib import Path
+mesh, key = jaxpar.make_mesh(data=-1), jax.random.key(0)
+init = lambda key: {"w": jax.random.normal(key, (8,))}
+rules = {"**": jaxpar.replicated()}
+shardings = jaxpar.shardings_from_paths(jax.eval_shape(init, key), mesh, rules)
+parallel = jaxpar.Parallel(mesh, shardings, zero=3)
+state = jaxpar.init_state(init, key, optax.adam(0.1), parallel)
+manager = jaxpar.CheckpointManager(Path(sys.argv[1]) / "checkpoints", mesh)
+manager.save(state)
+saved = manager.restore(jaxpar.abstract_state(init, key, optax.adam(0.1), parallel))
+assert not saved.params["w"].is_fully_addressable
+twice = jnp.float32(2)
+new = lambda key: {"w": twice * saved.params["w"]}
+new = jaxpar.init_state(new, key, optax.sgd(0.1, momentum=0.9), parallel)
+np.testing.assert_array_equal(jaxpar.fetch(new.params["w"]), 2 * jaxpar.fetch(state.params["w"]))
+print("begun anew")
+"""
+
+
+def test_restored_params_begin_a_run_of_several_processes_with_another_optimizer(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(RESTORED)
+    options = "-n", 2, "--devices-per-process", 2, "--log-dir", tmp_path
+    code, out, err = run("-m", "jaxpar", "launch", *options, path, tmp_path)
+    assert (code, out.count("begun anew")) == (0, 1), out + err

@@ -22,8 +22,7 @@ from jaxpar.huggingface import params as reading
 from jaxpar.huggingface.config import family_of
 from jaxpar.models import transformer
 from jaxpar.params import ParamSpec
-from jaxpar.run import BasicFlags, language_model
-from jaxpar.run.lora_flags import LoraFlags
+from jaxpar.run import BasicFlags, model_files
 from jaxpar.run.save_folder import SaveFolder
 from jaxpar.serve import open_run
 from tests.support.model_folders import (
@@ -163,11 +162,13 @@ def test_a_run_says_which_numbers_of_a_model_of_several_dtypes_lose_bits(tmp_pat
         {"format": "pt"},
     )
     assert export.narrowed_dtypes(folder) == told
-    flags = language_model.ModelFlags(init_from=folder), LoraFlags()
+    of = lambda has_checkpoints: model_files.remark_on_dtypes(
+        folder, has_checkpoints=has_checkpoints
+    )
+    line = f"in {', '.join(told)} are written in {named}, which its config.json names: "
+    assert (f"{line}`export --dtype float32` keeps their bits" in of(True)) == bool(told)
+    assert (f"{line}to keep their bits save checkpoints" in of(False)) == bool(told)
     config = read_config(folder)
-    said = language_model.describe(*flags, config, jaxpar.make_mesh(), 0, schedule="1f1b")
-    line = f"its tensors in {', '.join(told)} are written in {named}, which its config.json names"
-    assert (line in said) == bool(told)
     write_model(tmp_path / "new", config, read_params(folder, config), source=folder)
     assert {str(tensor.dtype) for tensor in all_tensors(tmp_path / "new").values()} == {named}
 

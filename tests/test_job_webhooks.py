@@ -51,6 +51,7 @@ def claims(*names, **policy):
         ("jobset", f"notes {ROOT}-slice-required-topology", "a rack", "must be the label of a node, as in example.com/rack; g"),
         ("jobset", f"notes {SLICE}", "3", "must be from 1 to the number of pods, 2; got 3 in spec.replicatedJobs.0. Correct i"),
         ("jobset", f"notes {SLICE}", "0", "must be from 1 to the number of pods, 2; got 0 in spec.replicatedJobs.0. Correct i"),
+        ("jobset", "pod hostPID", True, "may have hostPID or shareProcessNamespace; got both. Leave hostPID out."),
         ("trainjob", f"{PATCH} manager", "me", "spec.runtimePatches.0.manager must be a domain and a name, as in example.com"),
         ("trainjob", "spec managedBy", "example.com/own", "managedBy of a TrainJob must be trainer.kubeflow.org/trainjob-con"),
         ("trainjob", "spec initializer", {"dataset": {"storageUri": "/data"}}, "must be a place with its scheme, as in hf://"),

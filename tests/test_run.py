@@ -1238,7 +1238,7 @@ def test_steps_after_an_evaluation_may_lack_the_best_metric_and_the_best_checkpo
         say_best(run)
     assert run.checkpoints.steps() == (4, 6)
     told = "of the checkpoints, that of step 4 has the best test_loss, 2. To write its model: python -m jaxpar export"
-    assert f"{told} {tmp_path} {tmp_path.name}-best --step 4" in capsys.readouterr().out
+    assert f"{told} {tmp_path} {tmp_path.name}-step-4 --step 4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,21 @@ def test_the_forms_of_echo_and_logprobs_agree(completions):
     assert plain["text"].startswith("import")
 
 
+@pytest.mark.parametrize(
+    ("tokens", "text", "offsets"),
+    [
+        (b"h\xe6\x97hs", "h\ufffdhs", [0, 1, 1, 2, 3]),
+        (b"h\xe6\x97", "h\ufffd", [0, 1, 1]),
+        ("h\u65e5h".encode(), "h\u65e5h", [0, 1, 1, 1, 2]),
+        (b"\xa5\xa5h", "\ufffd\ufffdh", [0, 0, 2]),
+    ],
+)
+def test_offsets_of_tokens_after_a_part_of_a_character_are_their_own(tokens, text, offsets):
+    found = echo_of(ByteTokenizer(), None, np.frombuffer(tokens, np.uint8).astype(np.int64))
+    assert found.text == text
+    assert found.offsets == offsets
+
+
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("as_tokens", [False, True])
 @pytest.mark.parametrize(

@@ -234,6 +234,10 @@ def _check_pod(pod: Mapping[str, Any], path: str) -> None:
             f"{path} with dnsPolicy None must have nameservers in dnsConfig; got none. Write dnsPolicy: "
             "ClusterFirstWithHostNet, or the nameservers."
         )
+    if pod.get("hostPID") and pod.get("shareProcessNamespace"):
+        raise ValueError(
+            f"{path} may have hostPID or shareProcessNamespace; got both. Leave hostPID out."
+        )
     names = [each["name"] for kind in CONTAINER_KINDS for each in pod.get(kind, [])]
     for name in names:
         if names.count(name) > 1:

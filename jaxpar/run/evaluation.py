@@ -78,7 +78,7 @@ def say_best(run: Run) -> None:
     value = run.checkpoints.manifest(best).metrics[metric]
     say(
         f"the last state is not the best: of the checkpoints, that of step {best} has the best {metric}, {value:.6g}. To write "
-        f"its model: python -m jaxpar export {folder} {folder.name}-best --step {best}"
+        f"its model: python -m jaxpar export {folder} {folder.name}-step-{best} --step {best}"
     )
 
 

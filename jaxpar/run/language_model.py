@@ -18,7 +18,6 @@ from jaxpar.devices import are_gpus
 from jaxpar.fields import check_not_negative
 from jaxpar.huggingface.config import read_config_for
 from jaxpar.huggingface.config_keys import WINDOW_KEYS
-from jaxpar.huggingface.export import dtype_of, narrowed_dtypes
 from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.huggingface.tokenizer import FolderTokenizer
 from jaxpar.mesh import sizes_text
@@ -421,11 +420,6 @@ def describe(
         )
     if products := transformer.describe_products(config):
         lines.append(products)
-    if flags.init_from is not None and (narrowed := narrowed_dtypes(flags.init_from)):
-        lines.append(
-            f"its tensors in {', '.join(narrowed)} are written in {dtype_of(flags.init_from)}, which its config.json names: "
-            "`export --dtype float32` keeps their bits"
-        )
     if config.ignored:
         of_windows = ": where rows are longer than its window, it is another model"
         has_windows = {*WINDOW_KEYS} & {*config.ignored}

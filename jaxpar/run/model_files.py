@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 import jaxpar
 from jaxpar.data.checksums import checksum_of_files
-from jaxpar.huggingface.export import check_is_of
+from jaxpar.huggingface.export import check_is_of, dtype_of, narrowed_dtypes
 from jaxpar.huggingface.folder import ADAPTER_CONFIG, INDEX, ONE_FILE, read_json
 from jaxpar.huggingface.from_codes import has_codes
 from jaxpar.layered_model import open_packed
@@ -69,6 +69,26 @@ def check_description(folder: Path, config: TransformerConfig) -> None:
             "Give the model that the run began with. To train it as another, write it by `python -m jaxpar export RUN DIR`, "
             "edit DIR/config.json, and begin a run with --init-from DIR.",
         )
+
+
+def remark_on_dtypes(init_from: Path | None, *, has_checkpoints: bool) -> str:
+    """Returns what to say of a model whose tensors of several dtypes are written in one, and lose bits by it; "" of others.
+
+    Args:
+        init_from: The folder of the model, if there is one.
+        has_checkpoints: Whether the run saves any, from which its model can be written in another dtype.
+    """
+    narrowed = [] if init_from is None else narrowed_dtypes(init_from)
+    if init_from is None or not narrowed:
+        return ""
+    how = "`export --dtype float32`"
+    remedy = f"{how} keeps their bits"
+    if not has_checkpoints:
+        remedy = f"to keep their bits save checkpoints, --checkpoint-every 100, say, for {how}"
+    return (
+        f"tensors of {init_from} in {', '.join(narrowed)} are written in {dtype_of(init_from)}, which its config.json names: "
+        f"{remedy}"
+    )
 
 
 def remark_on_origin(flags: Any, saved: Mapping[str, Any]) -> str:

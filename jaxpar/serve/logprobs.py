@@ -40,11 +40,8 @@ def echo_of(tokenizer: Tokenizer, given: str | None, tokens: np.ndarray) -> Echo
     if given is not None:
         _, ends = tokenizer.encode_prompt(given)
         return Echo(given, _starts(ends.tolist()))
-    stream, text, offsets = TextStream(tokenizer, (), special=True), "", []
-    for token in tokens.tolist():
-        offsets.append(len(text))
-        text += stream.add(token)
-    return Echo(text + stream.end(), offsets)
+    stream, text = TextStream(tokenizer, (), special=True), _texts(tokenizer)
+    return Echo(*_placed(stream, [(token, text(token), False) for token in tokens.tolist()], 0))
 
 
 def _starts(ends: Sequence[int]) -> list[int]:
@@ -81,7 +78,8 @@ def logprobs(
     text = cache(_texts(tokenizer))
     name = cache(lambda token: _name(text(token), tokenizer.bytes_of(token)))
     stream, at = TextStream(tokenizer, row[:num_prompt]), len(echo.text) if echo else 0
-    answer = _offsets(stream, [(token, text(token)) for token in row[num_prompt:]], at)
+    own = [(token, text(token), not text(token, special=False)) for token in row[num_prompt:]]
+    _, answer = _placed(stream, own, at)
     offsets = [*(echo.offsets if echo else ()), *answer]
     first = 0 if echo else num_prompt
     names = [name(token) for token in row[first:]]
@@ -146,14 +144,27 @@ def _name(text: str, own: bytes) -> str:
     return text
 
 
-def _offsets(stream: TextStream, tokens: Sequence[tuple[int, str]], at: int) -> list[int]:
-    """Returns where the text of each token begins, of a text that goes on at ``at``.
+def _placed(
+    stream: TextStream, tokens: Sequence[tuple[int, str, bool]], at: int
+) -> tuple[str, list[int]]:
+    """Returns a text that goes on at ``at``, and where that of each token begins.
 
     A token may show what was held back of those before it, which were no whole character.
+
+    Args:
+        stream: Turns the tokens into the text.
+        tokens: Each with its own text, and whether the text does not show it.
+        at: The length of the text before them.
     """
-    offsets = []
-    for token, own in tokens:
+    text, offsets = "", list[int]()
+    for token, own, _ in tokens:
         shown = stream.add(token)
-        at += len(shown)
-        offsets.append(at - len(own if shown.endswith(own) else shown))
-    return offsets
+        text += shown
+        offsets.append(at + len(text) - len(own if shown.endswith(own) else shown))
+    text += stream.end()
+    following = at + len(text)
+    for number in reversed(range(len(tokens))):
+        if tokens[number][2]:
+            offsets[number] = following
+        following = offsets[number]
+    return text, offsets
