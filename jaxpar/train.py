@@ -104,7 +104,7 @@ def init_state(
 
 
 def _placed_together(
-    init: Callable[[PyTree], TrainState], key: PyTree, shardings: TrainState
+    init: Callable[[PyTree], TrainState], key: PyTree, shardings: PyTree
 ) -> TrainState:
     """Returns an initial state that several processes place.
 

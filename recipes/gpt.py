@@ -188,12 +188,12 @@ def main(config: Config) -> None:
         begins_with = own.init_from if config.makes_state else None
         weights = begins_with and model_files.read_weights(begins_with, shape, layout, run.target)
     optimizers.say_new_rate(config, run.saved, run.first_step)
-    saves = config.common.checkpoint_every or config.checkpoint.checkpoint_minutes
+    has_checkpoints = bool(config.common.checkpoint_every or config.checkpoint.checkpoint_minutes)
     for remark in (
         model_files.remark_on_origin(config, run.saved),
         remark_on_rows_held_out(config, settings, run.saved),
         lora_flags.remark_on_frozen(config.lora, own.init_from),
-        model_files.remark_on_dtypes(own.init_from, has_checkpoints=bool(saves)),
+        model_files.remark_on_dtypes(own.init_from, has_checkpoints=has_checkpoints),
     ):
         if remark:
             say(remark)
