@@ -327,6 +327,7 @@ SPECIAL = (
         ({"additional_special_tokens": ["a", {"content": "b"}]}, {}, "<|begin|>b|"),
         ({"extra_special_tokens": ["a", "b"]}, {}, "<|begin|>b|"),
         ({"extra_special_tokens": {"messages": "b"}}, {}, "<|begin|>|"),
+        ({}, {"chat_template": "another", "added_tokens_decoder": {"999": "c"}}, "<|begin|>|"),
     ],
 )
 def test_a_template_has_the_special_tokens_that_transformers_gives_it(

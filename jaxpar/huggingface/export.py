@@ -359,9 +359,10 @@ def narrowed_dtypes(folder: Path | str) -> list[str]:
     if not (Path(folder) / CONFIG).exists():
         return []
     written = dtype_of(folder)
+    if written is None:
+        return []
     found = {tensor.dtype for tensor in _tensors_of(Path(folder)).values()} & {*FLOATS.values()}
-    apart = {each for each in found - {written} if written is not None}
-    return sorted(str(each) for each in apart if each.itemsize >= np.dtype(written).itemsize)
+    return sorted(str(each) for each in found - {written} if each.itemsize >= written.itemsize)
 
 
 def _tensors_of(folder: Path) -> dict[str, np.ndarray]:

@@ -237,7 +237,14 @@ def _check_added(settings: Mapping[str, Any], added: Mapping[str, int], folder: 
 def _settings(folder: Path) -> dict[str, Any]:
     """Returns the settings of a tokenizer, with the special tokens of ``SPECIAL_MAP`` where transformers reads them there."""
     settings = _optional_json(folder, SETTINGS)
-    return settings if ADDED in settings else settings | _optional_json(folder, SPECIAL_MAP)
+    if ADDED in settings:
+        return settings
+    special = {
+        name: token
+        for name, token in _optional_json(folder, SPECIAL_MAP).items()
+        if name.endswith("_token") or name in (*BY_NAME, *WITHOUT_NAMES)
+    }
+    return settings | special
 
 
 def _special_texts(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,7 +55,13 @@ def numbers_of(optimizer: Any, params: PyTree) -> dict[str, Any] | None:
 def is_told(
     saved: Mapping[str, Any], now: Mapping[str, Any], kept: Mapping[str, tuple[Any, Any]]
 ) -> bool:
-    """Returns whether two optimizers have other numbers only where the state keeps the saved ones."""
+    """Returns whether two optimizers have other numbers only where the state keeps the saved ones.
+
+    Args:
+        saved: The numbers of the saved optimizer, as ``numbers_of`` returns them.
+        now: Those of the optimizer of this run.
+        kept: Pairs of numbers that the state keeps, as ``kept_numbers`` returns them.
+    """
     if saved.get("structure", now["structure"]) != now["structure"]:
         return False
     then = saved.get("numbers")
@@ -73,7 +79,12 @@ def _text(value: np.ndarray) -> str:
 
 
 def other_numbers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Returns the numbers that only one of two optimizers has, those of the first one first."""
+    """Returns how the numbers of two optimizers differ, as text.
+
+    Args:
+        saved: The numbers of the saved optimizer, as ``numbers_of`` returns them.
+        now: Those of the optimizer of this run.
+    """
     new, old = numbers_apart(saved, now)
     is_new = bool(new) and not old
     if not (new and old):
@@ -118,7 +129,14 @@ def _counted(optimizer: Mapping[str, Any]) -> Counter[str]:
 
 
 def follow_steps(new: list[str], old: list[str], saved_steps: int, steps: int) -> bool:
-    """Returns whether numbers differ as the numbers of steps do: by as much, or by the same factor."""
+    """Returns whether numbers differ as the numbers of steps do: by as much, or by the same factor.
+
+    Args:
+        new: The numbers that only the optimizer of this run has.
+        old: Those that only the saved one has.
+        saved_steps: The steps of the saved run.
+        steps: Those of this run.
+    """
     is_so = lambda a, b: a - b == steps - saved_steps or a * saved_steps == b * steps
     pairs = ((a, b) for a in map(_number, new) for b in map(_number, old) if b)
     return steps != saved_steps and any(is_so(a, b) for a, b in pairs)

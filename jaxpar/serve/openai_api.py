@@ -406,7 +406,7 @@ def _name(tokenizer: FolderTokenizer, name: str | None) -> dict[str, str]:
 def _check_names(
     tokenizer: FolderTokenizer, messages: Sequence[Mapping[str, Any]], text: str
 ) -> None:
-    """Raises ValueError where a chat template, which names ``name``, writes none of a message, but of a function, say."""
+    """Raises ValueError if the names of messages change nothing in the text, as where a template writes those of functions."""
     names = [each["name"] for each in messages if "name" in each]
     without = [
         {field: value for field, value in each.items() if field != "name"} for each in messages
