@@ -31,15 +31,18 @@ def numbers_of(optimizer: Any, params: PyTree) -> dict[str, Any] | None:
         optimizer: An optax optimizer.
         params: Arrays or ShapeDtypeStructs.
     """
-    update = lambda params, grads: first_update(optimizer, params, grads)
+
+    def update(params: PyTree, grads: PyTree) -> PyTree:
+        return first_update(optimizer, params, grads)
+
     try:
         traced, made = jax.make_jaxpr(update, return_shape=True)(params, params)
     except Exception:  # of any kind: an optimizer is a function of the user
         return None
-    updates, structure = (
-        digests_of_outputs(traced, has_values=of)[: len(jax.tree.leaves(made[0]))]
-        for of in (True, False)
-    )
+    num_updates = len(jax.tree.leaves(made[0]))
+    updates = digests_of_outputs(traced, has_values=True)[:num_updates]
+    structure = digests_of_outputs(traced, has_values=False)[:num_updates]
+
     values = as_numbers([*literals(traced), *constants(traced)])
     found = [_text(np.asarray(value)) for value in values]
     counts = Counter(found)
@@ -64,9 +67,9 @@ def is_told(
     """
     if saved.get("structure", now["structure"]) != now["structure"]:
         return False
-    then = saved.get("numbers")
+    new, old = numbers_apart(saved, now)
     told = {_text(number) for pair in kept.values() for number in pair}
-    apart = {*now["numbers"]} ^ {*map(str, then if isinstance(then, list) else [])}
+    apart = {*new, *old}
     return bool(apart) and apart <= told
 
 
@@ -111,13 +114,15 @@ def numbers_apart(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list
     kept = then.get("numbers")
     old = list(map(str, kept)) if isinstance(kept, list) else []
     new = now["numbers"]
-    return [each for each in new if each not in old], [each for each in old if each not in new]
+    only_new = [each for each in new if each not in old]
+    only_old = [each for each in old if each not in new]
+    return only_new, only_old
 
 
 def _more_often(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Returns the numbers that one optimizer has more often than another."""
-    counted = [_counted(each) for each in (one, other)]
-    return [*(counted[0] - counted[1])]
+    more = _counted(one) - _counted(other)
+    return [*more]
 
 
 def _counted(optimizer: Mapping[str, Any]) -> Counter[str]:
@@ -137,9 +142,10 @@ def follow_steps(new: list[str], old: list[str], saved_steps: int, steps: int) -
         saved_steps: The steps of the saved run.
         steps: Those of this run.
     """
-    is_so = lambda a, b: a - b == steps - saved_steps or a * saved_steps == b * steps
+    if steps == saved_steps:
+        return False
     pairs = ((a, b) for a in map(_number, new) for b in map(_number, old) if b)
-    return steps != saved_steps and any(is_so(a, b) for a, b in pairs)
+    return any(a - b == steps - saved_steps or a * saved_steps == b * steps for a, b in pairs)
 
 
 def _number(text: str) -> float:
