@@ -74,7 +74,7 @@ def test_a_param_that_is_gathered_over_another_axis_keeps_its_cut():
     with jax.set_mesh(jaxpar.make_mesh(tensor=2, devices=jax.devices()[:2])):
         graph, part = of(gather, (UP,), (1,), num_shards=2)
     assert part.graph.avals[graph.outputs[0]].shape == (16, 8)
-    assert not part.unknown
+    assert not part.guessed
 
 
 def test_a_lookup_in_rows_that_are_cut_is_added_up():
@@ -90,8 +90,59 @@ def test_what_is_not_known_is_named_and_taken_whole():
     graph, part = of(
         lambda x: jax.lax.top_k(x, 2)[0], (jax.ShapeDtypeStruct((4, 8), jnp.float32),), (0,)
     )
-    assert part.unknown
+    assert [node.name for node in part.guessed] == ["top_k"]
     assert part.cuts.get(graph.outputs[0]) is None
+
+
+def over_rows(x, up, down):
+    """A loop over the leading dim, which is that of x."""
+    return jax.lax.scan(lambda carry, row: (carry + row @ up @ down, None), x[0], x)[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "cuts", "guessed"),
+    [
+        (lambda x, up, down: jnp.tanh(x @ up) @ down, (None, 1, 0), []),
+        (lambda x, up, down: x @ up, (2, 0, None), []),
+        (lambda x, up, down: x @ up, (None, 0, None), ["dot_general"]),
+        (lambda x, up, down: x @ up, (2, None, None), ["dot_general"]),
+        (lambda x, up, down: x @ up, (2, 1, None), ["dot_general"]),
+        (lambda x, up, down: x @ up, (1, 1, None), ["dot_general"]),
+        (lambda x, up, down: x @ up, (1, None, None), []),
+        (lambda x, up, down: x + x.swapaxes(0, 0), (1, None, None), []),
+        (lambda x, up, down: up + down.T, (None, 1, 1), ["add"]),
+        (lambda x, up, down: up + down.T, (None, 1, 0), []),
+        (lambda x, up, down: jnp.concatenate([up, down.T]), (None, 1, 0), []),
+        (lambda x, up, down: jnp.concatenate([up, down.T], 1), (None, 0, 0), ["concatenate"]),
+        (lambda x, up, down: up[:, :8], (None, 1, None), ["slice"]),
+        (lambda x, up, down: up.reshape(-1), (None, 1, None), ["reshape"]),
+        (
+            lambda x, up, down: jnp.zeros((4, 8)).at[jnp.array([0, 1])].add(x[:, 0]),
+            (2, None, None),
+            ["scatter-add"],
+        ),
+        (over_rows, (None, 1, 0), []),
+        (over_rows, (0, 1, 0), ["scan", "slice"]),
+        (
+            lambda x, up, down: jax.lax.fori_loop(0, 3, lambda _, x: x @ up @ down, x),
+            (2, 0, None),
+            ["scan"],
+        ),
+        (
+            lambda x, up, down: jax.lax.cond(x[0, 0, 0] > 0, lambda: up, lambda: down.T),
+            (None, 1, 1),
+            ["cond"],
+        ),
+        (
+            lambda x, up, down: jax.lax.cond(x[0, 0, 0] > 0, lambda: up, lambda: down.T),
+            (None, 1, 0),
+            [],
+        ),
+    ],
+)
+def test_a_choice_that_is_xlas_is_a_guess(function, cuts, guessed):
+    _, part = of(function, (X, UP, DOWN), cuts, num_shards=2)
+    assert {node.name for node in part.guessed} == set(guessed)
 
 
 def test_the_dim_that_an_axis_cuts_is_found():
@@ -152,7 +203,7 @@ def test_a_loop_counts_as_often_as_it_runs_and_of_branches_the_one_with_the_most
         assert part.collectives_of(graph.nodes) == sent
         assert bool(sent) == (shards > 1)
         assert part.shapes(graph.outputs) == expected.shapes(whole.outputs)
-        assert not part.unknown
+        assert not part.guessed
 
 
 def test_a_while_loop_counts_where_its_numbers_are_written():

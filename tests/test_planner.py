@@ -304,7 +304,7 @@ def test_experts_are_planned_over_tensor_and_over_data():
     assert gathered.bytes_moved["data"] == dense + 4 * sent + 4 * marks * 7 / 8
     # Each shard multiplies the rows of its own experts, and sums the tokens of all.
     assert over_tensor.bytes_moved["tensor"] > 0
-    assert Analysis(shape, 32, 8).layer.unknown == frozenset(), "as traced for the plan over tensor"
+    assert Analysis(shape, 32, 8).layer.guessed == (), "as traced for the plan over tensor"
     slower = price(
         shape, machines, over_data.choice, batch_size=rows, software=Software(expert_imbalance=2.0)
     )
@@ -884,7 +884,7 @@ def test_fused_attention_stores_no_scores():
         Analysis(KEPT(dataclasses.replace(config, attention=kernel)), 4, 2)
         for kernel in ("xla", planned_attention)
     )
-    assert fused.layer.unknown == frozenset()
+    assert fused.layer.guessed == ()
     assert fused.works["forward"].flops == plain.works["forward"].flops
     assert fused.works["backward"].flops == plain.works["backward"].flops
     stored = lambda each: sum(

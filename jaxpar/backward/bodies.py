@@ -15,10 +15,17 @@ Run = Callable[[Graph, Mapping[int, Cut]], Any]  # the Partition of a body whose
 
 
 class Body(NamedTuple):
-    """What a loop or a branch runs: ``part``, a Partition, and its ``trips``, None where they are not known."""
+    """What a loop or a branch runs.
+
+    Attributes:
+        part: A Partition.
+        trips: Its trips, None where they are not known.
+        is_guess: Whether it returns a value that is sharded in another way than the loop carries it, or another branch returns.
+    """
 
     part: Any
     trips: int | None
+    is_guess: bool = False
 
     @property
     def times(self) -> int:
@@ -39,7 +46,7 @@ def _scan(node: Node, cuts: list[Cut], run: Run) -> Found:
     num_constants, num_carry = scan_counts(node.equation)
     start = num_constants + num_carry
     body = graph_of(node.equation.params["jaxpr"])
-    part, carry = _settled(
+    part, carry, agrees = _settled(
         body,
         constants=cuts[:num_constants],
         carry=cuts[num_constants:start],
@@ -48,7 +55,8 @@ def _scan(node: Node, cuts: list[Cut], run: Run) -> Found:
     )
     slices = _cuts_of(part, body.outputs[num_carry:])
     stacked = [None if cut is None else cut + 1 for cut in slices]
-    return [*carry, *stacked], [Body(part, num_trips(node.equation))]
+    agrees &= 0 not in cuts[start:]
+    return [*carry, *stacked], [Body(part, num_trips(node.equation), not agrees)]
 
 
 def _inside(cut: Cut) -> Cut:
@@ -61,7 +69,7 @@ def _while(node: Node, cuts: list[Cut], run: Run) -> Found:
     of_condition = params["cond_nconsts"]
     start = of_condition + params["body_nconsts"]
     body = graph_of(params["body_jaxpr"])
-    part, carry = _settled(
+    part, carry, agrees = _settled(
         body,
         constants=cuts[of_condition:start],
         carry=cuts[start:],
@@ -71,7 +79,7 @@ def _while(node: Node, cuts: list[Cut], run: Run) -> Found:
     condition = graph_of(params["cond_jaxpr"])
     tests = _run_on(run, condition, [*cuts[:of_condition], *carry])
     trips = num_trips(node.equation)
-    return carry, [Body(part, trips), Body(tests, trips)]
+    return carry, [Body(part, trips, not agrees), Body(tests, trips)]
 
 
 def _settled(
@@ -80,14 +88,14 @@ def _settled(
     carry: list[Cut],
     slices: list[Cut],
     run: Run,
-) -> tuple[Any, list[Cut]]:
-    """Returns the body of a loop, and the sharded dims of what it carries from trip to trip."""
+) -> tuple[Any, list[Cut], bool]:
+    """Returns the body of a loop, the sharded dims of what it carries, and whether it returns them so too."""
     while True:
         part = _run_on(run, body, [*constants, *carry, *slices])
         made = _cuts_of(part, body.outputs[: len(carry)])
         after = _either(carry, made)
         if after == carry:
-            return part, carry
+            return part, carry, made == carry
         carry = after
 
 
@@ -108,13 +116,17 @@ def _either(first: list[Cut], second: list[Cut]) -> list[Cut]:
 
 def _branches(node: Node, cuts: list[Cut], run: Run) -> Found:
     found: list[Cut] = [None] * len(node.outputs)
-    bodies = []
+    bodies, ways = [], []
     for branch in node.equation.params["branches"]:
         body = graph_of(branch)
         part = _run_on(run, body, cuts[1:])
-        found = _either(found, _cuts_of(part, body.outputs))
+        ways.append(_cuts_of(part, body.outputs))
+        found = _either(found, ways[-1])
         bodies.append(Body(part, 1))
-    return found, [max(bodies, key=_work_of)]
+    # Zeros of a branch are made as the other returns its value.
+    differs = lambda way: _either(way, found) != found
+    most = max(bodies, key=_work_of)
+    return found, [most._replace(is_guess=any(map(differs, ways)))]
 
 
 def _work_of(body: Body) -> tuple[float, int]:

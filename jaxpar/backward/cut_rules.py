@@ -4,6 +4,9 @@ At most one dim of a value is sharded, its cut, and a sum over a sharded dim is 
 
     x [b, t, d] . w_up [d, f/2] -> [b, t, f/2]        no collective
     h [b, t, f/2] . w_down [f/2, d] -> [b, t, d]      an all-reduce of the result
+
+Where the inputs of an operation do not fit one another so, XLA chooses which of them is sent, and may shard what was computed
+before in another way: the rule then gives one possibility, as a guess.
 """
 
 import math
@@ -51,17 +54,23 @@ class Operation:
         """The sharded dim of the first input that has one."""
         return next(cut for cut in self.cuts if cut is not None)
 
-    def gives(self, cut: Cut, collective: str | None = None) -> "Found":
+    @property
+    def num_cut(self) -> int:
+        """How many of its inputs are sharded."""
+        return sum(cut is not None for cut in self.cuts)
+
+    def gives(self, cut: Cut, collective: str | None = None, *, is_guess: bool = False) -> "Found":
         """Returns that all outputs are sharded along a dim."""
-        return Found([cut] * len(self.outputs), collective)
+        return Found([cut] * len(self.outputs), collective, is_guess)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a rule finds: the sharded dim of each output, and the kind of collective that is needed."""
+    """What a rule finds: the sharded dim of each output, the kind of collective, and whether XLA has a choice."""
 
     cuts: Sequence[Cut]
     collective: str | None = None
+    is_guess: bool = False
 
 
 Rule = Callable[[Operation], Found | None]  # None: unknown
@@ -72,12 +81,13 @@ def elementwise(op: Operation) -> Found | None:
     shape, *others = op.outputs
     if any(other != shape for other in others):
         return None
+    found = []
     for given, cut in zip(op.inputs, op.cuts, strict=True):
         if cut is None or not _broadcasts(given, shape):
             continue
         if given[cut] == shape[cut]:
-            return op.gives(cut)
-    return None
+            found.append(cut)
+    return op.gives(found[0], is_guess=len(set(found)) > 1) if found else None
 
 
 def _broadcasts(given: Shape, to: Shape) -> bool:
@@ -123,32 +133,37 @@ def _reshape(op: Operation) -> Found:
     for dim, size in enumerate(after):
         if size > 1 and math.prod(after[:dim]) == outside:
             return op.gives(dim)
-    return op.gives(None, "all-gather")
+    return op.gives(None, "all-gather", is_guess=True)
 
 
 def _same_dim(op: Operation) -> Found:
     """Slicing, padding or joining other dims keeps the sharding; along the sharded dim the value is gathered."""
     size = op.inputs[0][op.cut]
     if all(output[op.cut] == size for output in op.outputs):
-        return op.gives(op.cut)
-    return op.gives(None, "all-gather")
+        return op.gives(op.cut, is_guess=len({*op.cuts} - {None}) > 1)
+    return op.gives(None, "all-gather", is_guess=True)
 
 
 def _dot_general(op: Operation) -> Found:
-    """The result has the dims of the batch, then the others of the left operand, then those of the right one."""
+    """The result has the dims of the batch, then the others of the left operand, then those of the right one.
+
+    It is known what XLA does if one operand alone is sharded, along a dim that stays, or both along two that belong together.
+    """
     contracted, batched = op.params["dimension_numbers"]
     left, right = op.cuts
+    in_pairs = (left, right) in (*zip(*contracted, strict=True), *zip(*batched, strict=True))
     if left in contracted[0] or right in contracted[1]:
-        return op.gives(None, "all-reduce")
+        return op.gives(None, "all-reduce", is_guess=not in_pairs)
+    is_guess = op.num_cut > 1 and not in_pairs
     start = len(batched[0])
     for side, cut in enumerate(op.cuts):
         gone = {*contracted[side], *batched[side]}
         dims = range(len(op.inputs[side]))
         free = [dim for dim in dims if dim not in gone]
         if cut in batched[side]:
-            return op.gives(batched[side].index(cut))
+            return op.gives(batched[side].index(cut), is_guess=is_guess)
         if cut is not None:
-            return op.gives(start + free.index(cut))
+            return op.gives(start + free.index(cut), is_guess=is_guess)
         start += len(free)
     return op.gives(None)
 
@@ -174,7 +189,7 @@ def _gather(op: Operation) -> Found | None:
 
 def _scatter(op: Operation) -> Found:
     """A sum into rows keeps the sharding of the rows."""
-    return op.gives(op.cuts[0])
+    return op.gives(op.cuts[0], is_guess=op.cuts[0] is None)
 
 
 def _barrier(op: Operation) -> Found:

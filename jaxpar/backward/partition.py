@@ -49,14 +49,15 @@ class Partition:
         graph: The graph with the shapes on one device; its nodes are those of the unsharded graph.
         cuts: For each value the dim that is sharded, None for a value that is replicated.
         collectives: For each node that needs a collective, that collective, by the number of its first output.
-        unknown: Names of primitives whose output shardings are not known; their outputs are assumed to be replicated.
+        guessed: The operations of which it is not known how XLA partitions them: what follows is one possibility. Outputs of a
+            primitive without a rule are assumed to be replicated.
         bodies: What loops and branches run, by the number of their first output.
     """
 
     graph: Graph
     cuts: Mapping[int, Cut]
     collectives: Mapping[int, Collective]
-    unknown: frozenset[str]
+    guessed: tuple[Node, ...]
     bodies: Mapping[int, Sequence[Body]]
 
     def collectives_of(self, nodes: Iterable[Node]) -> list[Collective]:
@@ -104,13 +105,14 @@ def partition(
     bodies: dict[int, Sequence[Body]] = {}
     run = partial(partition, num_shards=num_shards, rules=rules)
     collectives: dict[int, Collective] = {}
-    unknown: set[str] = set()
+    guessed: list[Node] = []
     for node in graph.nodes:
         before = [cuts.get(i) for i in node.inputs]
         if node.outputs and (inside := bodies_of(node, before, run)):
             made, bodies[node.first] = inside
             cuts.update(zip(node.outputs, made, strict=True))
-            unknown.update(*(body.part.unknown for body in bodies[node.first]))
+            for body in bodies[node.first]:
+                guessed += [*body.part.guessed, *([node] if body.is_guess else [])]
             continue
         if num_shards == 1 or not node.outputs:
             continue
@@ -121,12 +123,16 @@ def partition(
         op = Operation.of(graph, node, before)
         found = rule(op)
         if found is None:
-            unknown.add(node.name)
+            guessed.append(node)
             continue
+        is_guess = found.is_guess
         for output, cut in zip(node.outputs, found.cuts, strict=True):
             shape = graph.avals[output].shape
             divides = cut is not None and shape[cut] % num_shards == 0
             cuts[output] = cut if divides else None
+            is_guess |= cut is not None and not divides
+        if is_guess:
+            guessed.append(node)
         if found.collective:
             collectives[node.first] = _collective(graph, op, found.collective)
     local = {}
@@ -134,7 +140,7 @@ def partition(
         local[value] = shard_shape(aval, cuts.get(value), num_shards)
     inner = {first: [body.part.graph for body in each] for first, each in bodies.items()}
     on_device = replace(graph, avals=local, bodies=inner)
-    return Partition(on_device, cuts, collectives, frozenset(unknown), bodies)
+    return Partition(on_device, cuts, collectives, tuple(guessed), bodies)
 
 
 def _rule_of(node: Node, rules: Mapping[str, Rule]) -> Rule:

@@ -83,9 +83,9 @@ class Analysis:
         self._parts: dict[int, Work | None] = {}  # of the head, by the number of stages
         shardings = shardings_from_paths(shape.params, abstract_mesh(tensor=tensor), shape.rules)
         cuts = jax.tree.map(lambda s: cut_of(s.spec, TENSOR), shardings)
-        self._outer_cuts = jax.tree.leaves(cuts[OUTER], is_leaf=lambda cut: cut is None)
+        self.outer_cuts = jax.tree.leaves(cuts[OUTER], is_leaf=lambda cut: cut is None)
         specs = [sharding.spec for sharding in jax.tree.leaves(shardings[LAYERS])]
-        shards = ParamShards.of_layers(specs, tensor)
+        shards = self.shards = ParamShards.of_layers(specs, tensor)
         mesh = abstract_mesh(data=self.data, context=context, tensor=tensor)
         self._traced = Traced(shape, num_rows, mesh)
         ends = self._traced.ends
@@ -119,6 +119,11 @@ class Analysis:
         cast = [(new, own) for new, own in pairs if new.dtype != own.dtype]
         read = sum(new.size * own.dtype.itemsize for new, own in cast)
         return read, num_bytes(new for new, _ in cast)
+
+    @property
+    def shards_nothing(self) -> bool:
+        """Whether no param is sharded over ``tensor``."""
+        return all(cut is None for cut in (*self.shards.cuts, *self.outer_cuts))
 
     @property
     def trained_params(self) -> list[Any]:
@@ -247,12 +252,17 @@ class Analysis:
         """The work of "embed", "embed_back" and "head"; that of the head includes the loss, forward and backward."""
         return {name: self._work_of_end(*each) for name, each in self._end_graphs.items()}
 
+    def end_part(self, name: str) -> Partition:
+        """Returns "embed", "embed_back" or "head" as one device of ``tensor`` runs it."""
+        part, _ = self._end(*self._end_graphs[name])
+        return part
+
     def _work_of_end(self, graph: Graph, reads: Sequence[int]) -> Work:
         part, nodes = self._end(graph, reads)
         return _work_of(part, nodes, graph.outputs)
 
     def _end(self, graph: Graph, reads: Sequence[int]) -> tuple[Partition, list[Node]]:
-        given = {graph.inputs[n]: self._outer_cuts[i] for n, i in enumerate(reads)}
+        given = {graph.inputs[n]: self.outer_cuts[i] for n, i in enumerate(reads)}
         part = partition(graph, given, self.tensor, RULES)
         check_trips(part)
         return part, graph.needed(graph.outputs, graph.inputs)

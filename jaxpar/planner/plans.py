@@ -1,7 +1,7 @@
 """A plan: a choice with its memory, traffic and time, the reason for its rank, and the changes that would help it; as text."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -23,6 +23,7 @@ PARTS = {
 }
 SETTINGS = tuple(field.name for field in fields(Choice) if field.name != "layers_per_virtual_stage")
 _LABEL = 10  # columns
+SHOWN = 2  # guesses that are named
 COLUMNS = (
     "",
     "data",
@@ -83,6 +84,9 @@ class Plan:
         gains: What would help it most.
         software: What runs it.
         zero_shards_nothing: Whether its ZeRO level shards nothing, since the devices over which it would divide no free dim.
+        tensor_shards_nothing: Whether no param is sharded over its ``tensor`` axis, whose devices then all compute the same.
+        guesses: Of what in the model it is not known how XLA shards it over ``tensor``, so that figures can be far off
+            (``guesses.py``).
     """
 
     choice: Choice
@@ -98,6 +102,8 @@ class Plan:
     gains: tuple[Gain, ...] = ()
     software: str = "jaxpar"
     zero_shards_nothing: bool = False
+    tensor_shards_nothing: bool = False
+    guesses: tuple[str, ...] = ()
     tokens_per_row: int = 1
 
     @property
@@ -174,6 +180,15 @@ class Plan:
         if self.zero_shards_nothing:
             why = f"data times context, {choice.parts()}, divides no free dim of the params"
             parts.append(("zero", f"level {choice.zero} shards nothing: {why}"))
+        if self.tensor_shards_nothing:
+            parts.append(
+                (
+                    "tensor",
+                    "shards no param: its devices all compute the same, which TFLOP/s counts",
+                )
+            )
+        if self.guesses:
+            parts.append(("unsure", unsure_text(self.guesses)))
         if layers and len(set(layers)) > 1:
             parts.append(("layers", " ".join(map(str, layers))))
         if choice.stage > 1:
@@ -211,6 +226,7 @@ class Plan:
             "bytes_per_device": dict(self.bytes_per_device),
             "bytes_moved": dict(self.bytes_moved),
             "why": self.why,
+            "guesses": list(self.guesses),
             "helps": [dict(vars(gain)) for gain in self.gains],
         }
 
@@ -244,6 +260,22 @@ def _differs(best: Plan, plan: Plan) -> str:
     }
     worst = max(more, key=lambda name: more[name])
     return f"{PARTS[worst][1]} (+{seconds_text(more[worst], 2)})"
+
+
+def unsure_text(guesses: Sequence[str]) -> str:
+    """Returns what it means for a plan that it guesses, with the first of what it guesses."""
+    shown, more = ", ".join(guesses[:SHOWN]), len(guesses) - SHOWN
+    others = f" and {more} more" if more > 0 else ""
+    return (
+        f"how XLA shards {shown}{others} over tensor is not known: a step can send far more, and compute less. Known are "
+        "weights split by column and then by row"
+    )
+
+
+def unsure_plans(guesses: Iterable[Sequence[str]]) -> str:
+    """Returns a sentence for a table of plans that guess so; "" if none does."""
+    first = next(filter(None, guesses), None)
+    return f"Plans with tensor > 1 are unsure: {unsure_text(first)}." if first else ""
 
 
 def _bars(plan: Plan, width: int | None) -> str:
@@ -293,8 +325,10 @@ def render(plans: Sequence[Plan], *, width: int | None = None) -> str:
     rows = [header, *(_figures(rank, plan, axes) for rank, plan in enumerate(plans, 1))]
     reasons = ["why", *(plan.why for plan in plans)]
     whole = table([[*row, why] for row, why in zip(rows, reasons, strict=True)])
+    unsure = unsure_plans(plan.guesses for plan in plans)
+    after = ["", wrapped("", unsure, width, indent=0)] if unsure else []
     if width is None or max(map(len, whole.splitlines())) <= width:
-        return whole
+        return "\n".join([whole, *after])
     moved = [""] * len(plans)
     for name in _LEFT_OUT:
         if max(map(len, table(rows).splitlines())) <= width:
@@ -306,7 +340,8 @@ def render(plans: Sequence[Plan], *, width: int | None = None) -> str:
     texts = [f"{told}{plan.why}" for told, plan in zip(moved, plans, strict=True)]
     below = [wrapped("   ", text.removesuffix(", "), width) for text in texts]
     pairs = zip(lines, below, strict=True)
-    return "\n".join([header, rule, *(part for pair in pairs for part in pair if part.strip())])
+    shown = [part for pair in pairs for part in pair if part.strip()]
+    return "\n".join([header, rule, *shown, *after])
 
 
 def _figures(rank: int, plan: Plan, axes: Sequence[str]) -> list[str]:

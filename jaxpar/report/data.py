@@ -223,10 +223,15 @@ def plan_data(
 
 def _facts_of_plan(best: Plan, model: ModelShape, machines: Cluster) -> dict[str, str]:
     num_rows = best.tokens // model.tokens_per_row
+    of_tokens, unit = (
+        (f" of {model.tokens_per_row} tokens", "tokens")
+        if model.tokens_per_row > 1
+        else ("", "rows")
+    )
     per_device = lambda flops: flops / best.step_seconds / 1e12
     return {
-        "model": f"{params_text(model.num_params)}, {num_rows} rows of {model.tokens_per_row} tokens a step",
-        "rate": f"{best.tokens / best.step_seconds:,.0f} tokens/s",
+        "model": f"{params_text(model.num_params)}, {num_rows} rows{of_tokens} a step",
+        "rate": f"{best.tokens / best.step_seconds:,.0f} {unit}/s",
         "TFLOP/s of a device": f"{per_device(best.flops):.0f}, of which useful {per_device(best.useful_flops):.0f}",
         "devices": f"{machines.num_nodes} x {machines.devices_per_node} {machines.name}",
         "versions": versions().partition(",")[0],

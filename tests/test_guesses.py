@@ -1,0 +1,213 @@
+"""What a plan guesses of a split over tensor, against steps compiled on 8 fake devices: nothing is wrong that is not told."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+import jaxpar
+from jaxpar.planner import Choice, ModelShape, cluster, price, render, transformer_shape
+from jaxpar.planner.compiled import compile_choice
+from jaxpar.planner.guesses import guesses_of
+from jaxpar.planner.ops import Analysis
+from jaxpar.planner.state import AtRest
+from jaxpar.planner.traffic import bytes_by_axis, step_traffic
+from jaxpar.report import page
+from tests.support import tiny_transformer
+from tests.support.tiers import quick
+
+ROWS, OPTIMIZER = 256, optax.adam(1e-3)
+SIZES = {
+    "up": (64, 256),
+    "gate": (64, 256),
+    "middle": (256, 256),
+    "down": (256, 64),
+    "half": (128, 64),
+    "bias": (256,),
+    "scale": (64,),
+}
+SPLITS = {
+    "column": jaxpar.column_parallel(),
+    "row": jaxpar.row_parallel(),
+    "whole": jaxpar.replicated(),
+    "shards": PartitionSpec("tensor"),  # of a vector
+}
+
+
+def _normed(x):
+    return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+def mlp(p, x):
+    return x + jnp.tanh(x @ p["up"]) @ p["down"]
+
+
+def gated(p, x):
+    return x + (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
+
+
+def deeper(p, x):
+    return x + jnp.tanh(jnp.tanh(x @ p["up"]) @ p["middle"]) @ p["down"]
+
+
+def with_bias(p, x):
+    return x + jnp.tanh(x @ p["up"] + p["bias"][None]) @ p["down"]
+
+
+def scaled(p, x):
+    return x + jnp.tanh((_normed(x) * p["scale"][None]) @ p["up"]) @ p["down"]
+
+
+def in_heads(p, x):
+    heads = (x @ p["up"]).reshape(*x.shape[:-1], 8, -1)
+    return x + _normed(heads).reshape(*x.shape[:-1], -1) @ p["down"]
+
+
+def of_halves(p, x):
+    left, right = jnp.split(x @ p["up"], 2, -1)
+    return x + (left * jnp.tanh(right)) @ p["half"]
+
+
+WEIGHTS = {
+    mlp: ("up", "down"),
+    gated: ("gate", "up", "down"),
+    deeper: ("up", "middle", "down"),
+    with_bias: ("up", "bias", "down"),
+    scaled: ("scale", "up", "down"),
+    in_heads: ("up", "down"),
+    of_halves: ("up", "half"),
+}
+
+
+def shape_of(layer, splits, embed="whole", head="whole"):
+    """A model with such a layer; ``splits`` are of its weights, in their order."""
+    float32 = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    names = WEIGHTS[layer]
+    rules = {f"layers/{name}": SPLITS[split] for name, split in zip(names, splits, strict=True)}
+    return ModelShape(
+        name=layer.__name__,
+        model=jaxpar.LayeredModel(
+            lambda outer, batch: batch["x"] @ outer["w_in"],
+            layer,
+            lambda outer, x: x @ outer["w_out"],
+        ),
+        loss=lambda outputs, batch: jaxpar.losses.squared_error(outputs, batch["y"]),
+        params={
+            "outer": {"w_in": float32(16, 64), "w_out": float32(64, 8)},
+            "layers": {name: float32(4, *SIZES[name]) for name in names},
+        },
+        rules=rules | {"outer/w_in": SPLITS[embed], "outer/w_out": SPLITS[head]},
+        row={"x": float32(1, 16), "y": float32(1, 8)},
+    )
+
+
+def all_splits(layer):
+    """All splits of the weights of a layer."""
+    of = lambda name: ("shards", "whole") if len(SIZES[name]) == 1 else ("column", "row", "whole")
+    return itertools.product(*map(of, WEIGHTS[layer]))
+
+
+# layer, splits, embedding, head; whether figures are known
+KNOWN = [
+    (mlp, ("column", "row"), "whole", "column"),
+    (mlp, ("whole", "whole"), "whole", "whole"),
+    (gated, ("column", "column", "row"), "whole", "whole"),
+    (deeper, ("whole", "column", "row"), "whole", "whole"),
+    (with_bias, ("column", "shards", "row"), "whole", "whole"),
+    (scaled, ("whole", "column", "row"), "whole", "whole"),
+    (in_heads, ("column", "row"), "whole", "whole"),
+]
+UNSURE = [
+    (mlp, ("row", "column"), "whole", "whole"),
+    (mlp, ("column", "whole"), "whole", "whole"),
+    (mlp, ("column", "column"), "whole", "whole"),
+    (mlp, ("column", "row"), "column", "whole"),
+    (mlp, ("column", "row"), "whole", "row"),
+    (with_bias, ("column", "whole", "row"), "whole", "whole"),
+    (of_halves, ("column", "row"), "whole", "whole"),
+]
+CASES = [(*each, True) for each in KNOWN] + [(*each, False) for each in UNSURE]
+NAMED = {each[:4] for each in CASES}
+MORE = [
+    (layer, splits, *ends, None)
+    for layer in WEIGHTS
+    for splits in all_splits(layer)
+    for ends in itertools.product(("column", "row", "whole"), repeat=2)
+    if (layer is mlp or ends == ("whole", "whole")) and (layer, splits, *ends) not in NAMED
+]
+
+
+@pytest.mark.parametrize(
+    ("layer", "splits", "embed", "head", "is_known"),
+    quick(CASES, 0, 7) + [pytest.param(*each, marks=pytest.mark.slow) for each in MORE],
+)
+def test_bytes_and_operations_are_the_compiled_steps_or_the_plan_says_that_it_guesses(
+    layer, splits, embed, head, is_known
+):
+    shape = shape_of(layer, splits, embed, head)
+    choice = Choice(data=2, tensor=4, num_microbatches=2)
+    mesh = jaxpar.make_mesh(data=2, tensor=4)
+    _, report = compile_choice(shape, choice, mesh, OPTIMIZER, ROWS)
+    moved = {"data": 0, "stage": 0, "tensor": 0} | {
+        "+".join(axes): size for axes, size in report.bytes_by_axes().items()
+    }
+    analysis = Analysis(shape, ROWS // 4, choice.tensor)
+    planned = bytes_by_axis(step_traffic(choice, analysis, AtRest(shape, OPTIMIZER, choice)))
+    flops = price(shape, cluster("h100"), choice, batch_size=ROWS).flops
+    is_right = planned == moved and flops == pytest.approx(report.flops, rel=0.02)
+    guesses = guesses_of(analysis)
+    assert is_right or guesses, report.render()
+    if is_known is not None:
+        assert (is_right, not guesses) == (is_known, is_known), (guesses, planned, moved)
+
+
+@pytest.mark.parametrize("name", quick(tiny_transformer.FAMILIES, "llama"))
+@pytest.mark.parametrize("changes", [{}, {"sequence_parallel": True}], ids=["", "sequence"])
+def test_nothing_is_guessed_of_transformers(name, changes):
+    shape = transformer_shape(tiny_transformer.FAMILIES[name], **changes)
+    for tensor in (2, 4):
+        assert guesses_of(Analysis(shape, 4, tensor)) == ()
+    assert price(shape, cluster("h100"), Choice(data=2, tensor=4), batch_size=8).guesses == ()
+
+
+def test_one_device_over_tensor_guesses_nothing():
+    shape = shape_of(mlp, ("row", "column"))
+    assert guesses_of(Analysis(shape, 4, 1)) == ()
+    assert price(shape, cluster("h100"), Choice(data=8), batch_size=8).guesses == ()
+
+
+def test_a_plan_that_guesses_says_so_wherever_it_is_shown():
+    machines = cluster("h100")
+    known, unsure = (
+        price(shape_of(mlp, splits), machines, Choice(data=2, tensor=4), batch_size=8)
+        for splits in (("column", "row"), ("column", "whole"))
+    )
+    product, gradient = unsure.guesses
+    assert product.startswith("dot_general at ")
+    assert "test_guesses.py" in product
+    assert gradient == "the gradient of layers/down"
+    assert f"  unsure  how XLA shards {product}, {gradient} over tensor" in unsure.details(2**36)
+    assert "unsure" not in known.details(2**36)
+    assert "Plans with tensor > 1 are unsure: how XLA shards" in render([known, unsure])
+    assert "unsure" not in render([known])
+    assert unsure.as_json()["guesses"] == [product, gradient]
+    assert known.as_json()["guesses"] == []
+    assert "Plans with tensor &gt; 1 are unsure" in page.plans([known.as_json(), unsure.as_json()])
+    assert "unsure" not in page.plans([known.as_json()])
+
+
+def test_a_mesh_whose_devices_over_tensor_all_compute_the_same_is_told():
+    machines = cluster("h100")
+    whole, split = (
+        price(shape_of(mlp, splits), machines, Choice(data=2, tensor=4), batch_size=8)
+        for splits in (("whole", "whole"), ("column", "row"))
+    )
+    told = "  tensor  shards no param: its devices all compute the same"
+    assert told in whole.details(2**36)
+    assert told not in split.details(2**36)
+    assert told not in price(
+        shape_of(mlp, ("whole", "whole")), machines, Choice(data=8), batch_size=8
+    ).details(2**36)
