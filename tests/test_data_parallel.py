@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 import jaxpar
 from jaxpar._compat import equations
+from jaxpar.data import same_batch
 from jaxpar.data_parallel import accumulate, check_batch, split_microbatches
 from jaxpar.inspect import assert_collectives
 from tests.support import tiny
@@ -71,6 +72,32 @@ def test_integers_that_jax_would_cut_and_texts_are_refused_by_name():
     ):
         jaxpar.shard_batch({"name": np.array(["a", "b"])}, mesh)
     assert jaxpar.shard_batch(np.array([0, 2**31 - 1]), mesh)[1] == 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("values", "step"),
+    [
+        (1.7e9 + np.arange(8) * 3600.0, "128"),
+        (np.array([1 + 1e-9, 1.0, np.nan]), "1.19209e-07"),
+        (np.arange(8) * 3600.0, None),
+        (np.array([1.7e9, 0.1]), None),
+        (np.full(8, 1.7e9 + 1), None),
+        (np.float32(1.7e9) + np.arange(8, dtype=np.float32) * 128, None),
+        (np.array([np.nan, np.inf]), None),
+        (np.zeros((8, 0)), None),
+    ],
+)
+def test_floats_of_which_jax_makes_equal_ones_are_told_once(values, step, monkeypatch, capsys):
+    monkeypatch.setattr(same_batch, "_rounded", set())
+    for _ in range(2):
+        same_batch.check_kept({"rows": {"time": values}})
+    told = capsys.readouterr().err
+    if step is None or jax.config.jax_enable_x64:
+        assert told == ""
+    else:
+        assert told.count("\n") == 1
+        assert "rows/time of a batch is float64, of which JAX makes float32" in told
+        assert f"That has steps of {step} from" in told
 
 
 def test_python_lists_are_refused_as_such_and_not_number_by_number():

@@ -33,6 +33,8 @@ MOST_LOOKS, MOST_PROCESSES = (
 )  # that the first process takes for the first rows of others, and of which it asks
 FIRST_ROWS = "jaxpar/first rows"
 _looks = {"done": 0}
+LEAST_STEPS = 4096  # to which values may be rounded without a word
+_rounded: set[str] = set()  # the arrays whose first values were looked at
 _compared: set[Any] = set()  # the kinds of batches of which the processes have compared the first
 
 
@@ -64,7 +66,10 @@ def check_on_mesh(batch: PyTree, mesh: Mesh) -> None:
 
 
 def check_kept(batch: PyTree) -> None:
-    """Raises where a batch yields others, or an array has no numbers, or integers that JAX without x64 would cut to 32 bits."""
+    """Raises where a batch yields others, or an array has no numbers, or integers that JAX without x64 would cut to 32 bits.
+
+    Of floats that JAX rounds until few differ, such as times in seconds since 1970, it tells once.
+    """
     check_one_batch(batch)
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not isinstance(leaf, np.ndarray):
@@ -76,6 +81,9 @@ def check_kept(batch: PyTree) -> None:
                 "tokens of a text, or leave it out of the batch."
             )
         kept = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        if leaf.dtype.kind == "f" and kept != leaf.dtype and name not in _rounded:
+            _rounded.add(name)
+            _remark_on_rounding(name, leaf, kept)
         if leaf.dtype.kind not in "iu" or kept == leaf.dtype or not leaf.size:
             continue
         least, most = int(leaf.min()), int(leaf.max())
@@ -84,6 +92,22 @@ def check_kept(batch: PyTree) -> None:
                 f"integers of a batch must fit in {kept}, which JAX makes of {leaf.dtype}; got {name} from {least} to {most}. "
                 'Number them anew, or set jax.config.update("jax_enable_x64", True) first.'
             )
+
+
+def _remark_on_rounding(name: str, values: np.ndarray, kept: np.dtype) -> None:
+    """Tells that values are rounded until few of them differ."""
+    finite = values[np.isfinite(values)]
+    if not finite.size:
+        return
+    least, most = float(finite.min()), float(finite.max())
+    with np.errstate(over="ignore"):
+        step = float(np.spacing(np.asarray(max(-least, most), kept)))
+    if 0 < most - least < LEAST_STEPS * step:
+        tell(
+            f"{name} of a batch is {values.dtype}, of which JAX makes {kept}. That has steps of {step:g} from {least:.17g} to "
+            f"{most:.17g}, so values closer than this become equal. Subtract the least of all, or set "
+            'jax.config.update("jax_enable_x64", True) first.'
+        )
 
 
 def check_same_everywhere(batch: PyTree, mesh: Mesh) -> None:
