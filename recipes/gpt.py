@@ -142,7 +142,7 @@ def main(config: Config) -> None:
         )
         if own.router_bias_rate is not None:
             optimizer = transformer.balance_experts(optimizer, own.router_bias_rate)
-        num_factors = model_files.num_factor_params(jax.eval_shape(init, jax.random.key(0)))
+        num_factors = model_files.num_factor_params(jax.eval_shape(init, jax.random.key(0)), layout)
         trainable = lora.ADAPTERS if num_factors else None
         parallel = jaxpar.Parallel(
             mesh, shardings, zero=own.zero, trainable=trainable, layout=layout

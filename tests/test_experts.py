@@ -949,7 +949,7 @@ def test_a_folder_is_read_as_it_was_written(name, tmp_path):
         (
             "qwen3",
             {"decoder_sparse_step": 2},
-            "decoder_sparse_step of a qwen3_moe must be 1; got 2",
+            "decoder_sparse_step of qwen3_moe must be 1; got 2",
         ),
         (
             "qwen3",
@@ -963,7 +963,7 @@ def test_a_folder_is_read_as_it_was_written(name, tmp_path):
         ),
         ("qwen3", {"mlp_only_layers": "0"}, r"got mlp_only_layers='0' for 5 layers"),
         ("mixtral", {"mlp_only_layers": [0]}, r"got mlp_only_layers=\[0\]"),
-        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise of a mixtral must be"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise of mixtral must be"),
         ("olmoe", {"clip_qkv": 8.0}, "got clip_qkv=8.0"),
         (
             "mixtral",
@@ -1011,6 +1011,6 @@ def test_experts_that_no_family_has_are_not_written(changes, tmp_path):
     config = config_of("mixtral", **FOLDERS["mixtral"][0]).with_experts(**changes)
     (name,) = changes
     with pytest.raises(
-        ValueError, match=f"must be a mixtral to be read or written; got experts.{name}="
+        ValueError, match=f"must be like mixtral to be read or written; got experts.{name}="
     ):
         write_model(tmp_path / "model", config, make_params(config, dtype=np.float32))

@@ -246,12 +246,12 @@ def test_writing_is_checked_before_anything_is_written(tmp_path):
         write_model(new, config, other)
     with pytest.raises(
         ValueError,
-        match=r"positions='rope' must be a llama to be read or written; got norm='layer'. Choose",
+        match=r"positions='rope' must be like llama to be read or written; got norm='layer'. Choose",
     ):
         write_model(new, dataclasses.replace(config, norm="layer"), params)
-    with pytest.raises(ValueError, match=r"must be a gpt2 .*; got num_kv_heads=4"):
+    with pytest.raises(ValueError, match=r"must be like gpt2 .*; got num_kv_heads=4"):
         write_model(new, dataclasses.replace(FAMILIES["gpt2"], num_kv_heads=4), params)
-    with pytest.raises(ValueError, match=r"must be a bloom .*; got mlp_dim=24"):
+    with pytest.raises(ValueError, match=r"must be like bloom .*; got mlp_dim=24"):
         write_model(new, FAMILIES["bloom"], params)
     with pytest.raises(
         ValueError, match=r"dtype must be float32, bfloat16 or float16, .*; got int8"
@@ -286,7 +286,7 @@ def test_writing_is_checked_before_anything_is_written(tmp_path):
 def test_a_model_changed_as_a_refusal_says_belongs_to_its_family(family, changes):
     config = dataclasses.replace(MODELS[family], **changes)
     with pytest.raises(
-        ValueError, match=rf"must be a {family} to be read or written; got .*\. Choose "
+        ValueError, match=rf"must be like {family} to be read or written; got .*\. Choose "
     ) as refused:
         family_of(config)
     chosen = re.search(r"Choose (.*), or keep it", str(refused.value))[1]

@@ -93,9 +93,9 @@ def test_published_configs_are_the_presets(name, tmp_path):
     [
         ("gpt2", {"model_type": "opt"}, "model_type must be one of gpt2, llama, mistral, .*, bloom; got 'opt' in"),
         ("gpt2", {"model_type": ["gpt2"]}, r"model_type must be one of gpt2, .*, bloom; got \['gpt2'\] in"),
-        ("gpt2", {"activation_function": "relu"}, "activation_function of a gpt2 must be 'gelu_new' or .*; got 'relu'"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "by_inverse_layer_idx of a gpt2 must be False; got True"),
-        ("gpt2", {"scale_attn_weights": 1}, "scale_attn_weights of a gpt2 must be True; got 1"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function of gpt2 must be 'gelu_new' or .*; got 'relu'"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "by_inverse_layer_idx of gpt2 must be False; got True"),
+        ("gpt2", {"scale_attn_weights": 1}, "scale_attn_weights of gpt2 must be True; got 1"),
         ("gpt2", {"n_embd": "12"}, "n_embd must be an integer from 1 to 16777216; got '12'"),
         ("gpt2", {"n_layer": True}, "n_layer must be an integer from 1 to .*; got True"),
         ("gpt2", {"n_layer": 10**9}, "n_layer must be an integer from 1 to .*; got 1000000000"),
@@ -106,11 +106,11 @@ def test_published_configs_are_the_presets(name, tmp_path):
         ("granite", {"attention_multiplier": None}, "attention_multiplier must be a positive number; got None in"),
         ("gpt2", {"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon must be a positive number; got nan"),
         ("gpt2", {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false; got 'yes'"),
-        ("gpt2", {"sliding_window": 4}, r"key of a gpt2's config.json must be known.*; got sliding_window=4 in .*ignore="),
+        ("gpt2", {"sliding_window": 4}, r"key of gpt2's config.json must be known.*; got sliding_window=4 in .*ignore="),
         ("gpt2", {"quantization_config": {"bits": 4}}, "must not be quantised; got a quantization_config, {'bits': 4}, in"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, "'gptq', in .*quantize=nf4 beside lora_rank"),
-        ("llama", {"rope_interleaved": True}, "rope_interleaved of a llama must be False; got True"),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act of a llama must be 'silu' or 'swish'; got 'gelu'"),
+        ("llama", {"rope_interleaved": True}, "rope_interleaved of llama must be False; got True"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act of llama must be 'silu' or 'swish'; got 'gelu'"),
         ("llama", {"rope_parameters": {"rope_type": "default", "factor": 8}}, "with its own keys alone; got {'factor': 8"),
         ("llama", {"rope_parameters": [1]}, r"rope_parameters must be an object; got \[1\]"),
         ("llama", {"rope_theta": 7.0}, "must agree; got {'rope_theta': 7.0, 'rope_theta of rope_parameters': 1000.0}"),
@@ -122,8 +122,8 @@ def test_published_configs_are_the_presets(name, tmp_path):
             "layer_types must be a list of full_.* or sliding_attention, .*; got 'linear_attention' for layers 1, 3 of 4"),
         ("qwen2", {"layer_types": "linear_attention"}, "layer_types must be .*; got 'linear_attention' for layers 0 of 1"),
         ("llama", {"layer_types": [None, "full_attention"]}, "layer_types must be .*; got None for layers 0 of 2"),
-        ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm of a bloom must be False; got True"),
-        ("bloom", {"n_inner": 24}, "n_inner of a bloom must be None; got 24"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm of bloom must be False; got True"),
+        ("bloom", {"n_inner": 24}, "n_inner of bloom must be None; got 24"),
     ],
 )  # fmt: skip
 def test_what_is_not_modelled_is_refused_by_its_name(family, changes, message, tmp_path):
@@ -230,7 +230,7 @@ def test_a_refusal_of_many_keys_is_short(tmp_path):
 
 def test_keys_that_the_model_is_made_of_cannot_be_ignored():
     with pytest.raises(
-        ValueError, match="cannot be ignored; got 'activation_function', 'n_layer' for a gpt2"
+        ValueError, match="cannot be ignored; got 'activation_function', 'n_layer' for gpt2"
     ):
         huggingface.read_config(
             GOLDEN / "gpt2", ignore=[*DROPOUTS, "n_layer", "activation_function"]
@@ -247,5 +247,5 @@ def test_a_model_of_bytes_comes_back_as_one(tmp_path):
     write_model(tmp_path, config, make_params(config, dtype=np.float32))
     assert read_config(tmp_path) == config
     change_config(tmp_path, jaxpar_tokens="words")
-    with pytest.raises(ValueError, match="jaxpar_tokens of a llama must be 'bytes'; got 'words'"):
+    with pytest.raises(ValueError, match="jaxpar_tokens of llama must be 'bytes'; got 'words'"):
         read_config(tmp_path)

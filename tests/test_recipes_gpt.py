@@ -679,7 +679,8 @@ def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, experts
     assert found.config.experts.router_bias
     assert 0.01 < np.abs(biases).max() < 0.01 * (STEPS_OF_EXPERTS + 1)
     with pytest.raises(
-        ValueError, match=r"must be a mixtral to be read or written; got experts\.router_bias=True"
+        ValueError,
+        match=r"must be like mixtral to be read or written; got experts\.router_bias=True",
     ):
         huggingface.write_model(tmp_path / "theirs", found.config, found.params)
 

@@ -17,6 +17,7 @@ import jaxpar
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands import recipe as cli
 from jaxpar.models import transformer
+from jaxpar.pipeline import LayerLayout
 from jaxpar.run import language_model, lora_flags, model_files, optimizers
 from tests.support.flags import replaced
 from tests.support.gpt_data import make_folder, tuning_flags
@@ -222,6 +223,18 @@ def test_a_run_and_a_plan_say_which_factors_the_leading_dense_layers_alone_get(
     printed = " ".join(capsys.readouterr().out.split())
     assert (" factors in the " in printed) == bool(remark)
     assert remark in printed
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.parametrize("layers", [None, (3, 1), (1, 1, 2)])
+def test_factors_are_counted_without_what_pads_the_layers_of_a_stage(layers, quantize):
+    config = transformer.preset("llama-bytes", num_layers=4, embed_dim=64, num_heads=4)
+    flags = lora_flags.LoraFlags(lora_rank=4, lora_targets=("w_out",), quantize=quantize)
+    mesh = jaxpar.make_mesh(stage=len(layers or "1"), devices=jax.devices()[: len(layers or "1")])
+    layout = LayerLayout(4, len(layers or "1"), layers_per_virtual_stage=layers)
+    init, _ = language_model.make_params(flags, config, layout, mesh, None, reads_weights=True)
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    assert model_files.num_factor_params(shapes, layout) == 4 * 4 * (64 + 64)
 
 
 @pytest.mark.parametrize(

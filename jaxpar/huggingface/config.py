@@ -147,7 +147,7 @@ def family_of(config: TransformerConfig) -> str:
     )  # the one that it is nearest to
     if wrong := wanted[kind]:
         raise ValueError(
-            f"a model of positions={config.positions!r} must be a {kind} to be read or written; got "
+            f"a model of positions={config.positions!r} must be like {kind} to be read or written; got "
             f"{', '.join(f'{name}={brief(got)}' for name, (got, _) in wrong.items())}. Choose "
             f"{', '.join(f'{name}={value!r}' for name, (_, value) in wrong.items())}, or keep it in a checkpoint of jaxpar."
         )

@@ -74,7 +74,7 @@ def _check_ignore(kind: str, ignore: Sequence[str]) -> None:
         )
     if wrong := sorted(FAMILIES[kind].keys.intersection(ignore).difference(WINDOW_KEYS)):
         raise ValueError(
-            f"a key that defines the model cannot be ignored; got {shorten(wrong)} for a {kind}. Leave it out of ignore."
+            f"a key that defines the model cannot be ignored; got {shorten(wrong)} for {kind}. Leave it out of ignore."
         )
 
 
@@ -85,7 +85,7 @@ def _check_only(kind: str, read: Reader) -> None:
             value == one and type(value) is type(one) for one in allowed
         ):
             raise ValueError(
-                f"{key} of a {kind} must be {' or '.join(map(repr, allowed))}; got {brief(value)} in {read.path}. Others are "
+                f"{key} of {kind} must be {' or '.join(map(repr, allowed))}; got {brief(value)} in {read.path}. Others are "
                 "not modelled."
             )
 
@@ -112,7 +112,7 @@ def _check_attend_alike(kind: str, read: Reader, ignore: Sequence[str]) -> None:
     )
     size = read.given.get("sliding_window", FAMILIES[kind].defaults.get("sliding_window"))
     raise ValueError(
-        f"the layers of a {kind} must all attend within a window, or all without one; got some of each, by "
+        f"the layers of {kind} must all attend within a window, or all without one; got some of each, by "
         f"{cause}={brief(read.given.get(cause))}, in {read.path}. The window, {brief(size)} tokens, changes nothing in "
         f"sequences that are no longer: for these ignore it, by {_ignoring([*ignore, key])}."
     )
@@ -142,7 +142,7 @@ def _check_unmodelled(kind: str, read: Reader, ignore: Sequence[str]) -> None:
         else "name them in ignore"
     )
     raise ValueError(
-        f"every key of a {kind}'s config.json must be known and modelled, since any may change the model or its training, as "
+        f"every key of {kind}'s config.json must be known and modelled, since any may change the model or its training, as "
         f"dropout would; got {got}{more} in {read.path}. To ignore them, {remedy}: write_model writes them back unchanged."
     )
 

@@ -350,7 +350,7 @@ def _check_tensors(tensors: Tensors, config: TransformerConfig, folder: Path) ->
         others -= {HEAD}
     if unknown := sorted(name for name in others if not known.fullmatch(name)):
         raise ValueError(
-            f"every tensor must belong to the model; got {shorten(unknown)} in {folder}, which are not in a {kind}. Read the "
+            f"every tensor must belong to the model; got {shorten(unknown)} in {folder}, which are not in {kind}. Read the "
             "config of the same folder; another architecture is not modelled."
         )
     for name, shape in wanted.items():

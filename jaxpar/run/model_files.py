@@ -212,7 +212,8 @@ def params_to_generate(params: PyTree, layout: LayerLayout) -> PyTree:
     return jax.jit(layout.unpack_params)(params)
 
 
-def num_factor_params(params: PyTree) -> int:
-    """Returns the number of params in the factors of LoRA: 0 without LoRA."""
+def num_factor_params(params: PyTree, layout: LayerLayout) -> int:
+    """Returns the number of params in the factors of LoRA, without what pads the layers of a stage: 0 without LoRA."""
+    params = jax.eval_shape(layout.unpack_params, params)
     leaves = jax.tree.leaves(params, is_leaf=lora.is_adapted)
     return sum(count_params((node.lora_a, node.lora_b)) for node in leaves if lora.is_adapted(node))
