@@ -176,6 +176,59 @@ def test_factored_moments_of_packed_layers_are_saved_in_the_models_order(tmp_pat
         np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
 
+def _as_leaves(optimizer):
+    """The optimizer with the state of a list of the params' leaves, which hides what is of layers."""
+    flat = jax.tree.leaves
+    return optax.GradientTransformation(
+        lambda params: optimizer.init(flat(params)),
+        lambda grads, state, params=None: (
+            lambda made: (jax.tree.unflatten(jax.tree.structure(grads), made[0]), made[1])
+        )(optimizer.update(flat(grads), state, flat(params))),
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "got"),
+    [
+        (_as_leaves(optax.adam(0.1)), r"\[\d+, 4, 6\] for opt_state/0/mu/0,"),
+        (optax.flatten(optax.sgd(0.1, momentum=0.9)), r"\[\d+\] for opt_state/0/trace,"),
+        (optax.inject_hyperparams(optax.adam)(0.1), None),
+    ],
+    ids=["leaves", "flatten", "numbers"],
+)
+@pytest.mark.parametrize(
+    "layout",
+    [jaxpar.LayerLayout(8, 4, 2), jaxpar.LayerLayout(7, 4)],
+    ids=["reordered", "padded"],
+)
+def test_state_of_packed_layers_in_a_tree_of_its_own_is_refused_and_kept_in_the_models_order(
+    optimizer, got, layout, tmp_path
+):
+    """Nothing shows that its numbers are of layers: another layout would give each layer the state of another."""
+    mesh = jaxpar.make_mesh(stage=4)
+    layers = {"w": np.ones((layout.num_layers, 4, 6), np.float32)}
+    canonical = {"layers": layers, "outer": {"b": np.ones(6, np.float32)}}
+    packed = layout.pack_params(canonical)
+
+    def state_of(params, mesh):
+        rules = {"layers/w": PartitionSpec(), "outer/b": PartitionSpec()}
+        shardings = jaxpar.shardings_from_paths(params, mesh, rules)
+        return jaxpar.init_state(lambda key: params, jax.random.key(0), optimizer, mesh, shardings)
+
+    manager = jaxpar.CheckpointManager(tmp_path, mesh, layout=layout)
+    if got is None:
+        manager.save(state_of(packed, mesh))
+        return
+    with pytest.raises(ValueError, match=rf"must have the tree of the params.*; got {got}"):
+        manager.save(state_of(packed, mesh))
+    alone = jaxpar.make_mesh(devices=jax.devices()[:1])
+    plain = jaxpar.CheckpointManager(tmp_path, alone)
+    plain.save(state_of(canonical, alone))
+    assert_same_bits(plain.restore(state_of(canonical, alone)), state_of(canonical, alone))
+    with pytest.raises(ValueError, match="must have the tree of the params"):
+        manager.restore(state_of(packed, mesh))
+
+
 def test_what_cannot_be_put_in_the_models_order_is_refused(tmp_path):
     mesh = jaxpar.make_mesh(stage=4)
     layout = jaxpar.LayerLayout(8, 4, num_chunks=2)

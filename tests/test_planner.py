@@ -32,6 +32,7 @@ from jaxpar.planner import (
     Software,
     cluster,
     price,
+    ranking,
     render,
     transformer_shape,
 )
@@ -560,6 +561,20 @@ def test_gains_are_of_changes_that_are_faster_and_say_what_they_need():
     assert "faster" in plans[0].details(80e9)
 
 
+@pytest.mark.parametrize(("attention", "is_told"), [("xla", True), ("flash", False)])
+def test_recomputing_scores_alone_is_told_where_it_needs_less_than_no_recomputation(
+    attention, is_told, monkeypatch
+):
+    monkeypatch.setattr(ranking, "COUNT", 20)
+    shape = transformer_shape(SMALL)
+    shape = shape if attention == "xla" else shape.remake(attention=attention)
+    given = shape, cluster("h100"), 64, optax.adam(1e-4), "spmd", Assumptions()
+    choice = Choice(data=4, stage=2, remat=True, num_microbatches=4)
+    told = {gain.change: gain for gain in gains_of(Estimator(*given), choice)}
+    assert "no recomputation" in told
+    assert ("recomputing attention scores alone" in told) == is_told
+
+
 @pytest.mark.parametrize(
     ("rows", "fixed"),
     [
@@ -634,10 +649,12 @@ def test_faster_is_of_tokens_a_second_in_the_lead_of_a_plan_and_in_what_helps_it
 def test_zero_that_shards_nothing_takes_the_time_of_none_and_is_told(zero):
     machines = cluster("h100", devices_per_node=7)
     whole, planned = (
-        price(SMALL, machines, Choice(data=7, zero=level), batch_size=14) for level in (0, zero)
+        price(SMALL, machines, Choice(data=7, num_microbatches=2, zero=level), batch_size=14)
+        for level in (0, zero)
     )
-    assert planned.bytes_per_device["optimizer"] == whole.bytes_per_device["optimizer"]
-    assert planned.ranked_by.update == whole.ranked_by.update
+    assert planned.bytes_per_device == whole.bytes_per_device
+    assert planned.bytes_moved == whole.bytes_moved
+    assert planned.ranked_by == whole.ranked_by
     told = f"level {zero} shards nothing: data times context, 7, divides no free dim of the params"
     assert told in planned.details(machines.memory_bytes)
     assert "shards nothing" not in whole.details(machines.memory_bytes)
@@ -647,8 +664,9 @@ def test_zero_that_shards_nothing_takes_the_time_of_none_and_is_told(zero):
 
 def test_the_search_takes_zero_0_where_others_shard_nothing():
     machines = cluster("h100", devices_per_node=7)
-    (best,) = jaxpar.plan(SMALL, machines, batch_size=14, data=7, top=1)
-    assert best.choice.zero == 0
+    for fixed in ({}, {"num_microbatches": 2}):
+        (best,) = jaxpar.plan(SMALL, machines, batch_size=14, data=7, top=1, **fixed)
+        assert best.choice.zero == 0
     (best,) = jaxpar.plan(SMALL, cluster("h100"), batch_size=16, data=8, top=1)
     assert best.choice.zero > 0
 

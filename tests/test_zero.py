@@ -16,7 +16,7 @@ from jaxpar._compat import equations
 from jaxpar.models import mlp
 from jaxpar.params import init_params
 from jaxpar.run import BasicFlags, Run
-from jaxpar.run.start import left_whole_lines
+from jaxpar.run.start import left_whole_lines, state_left_whole
 from jaxpar.step.sharding import left_whole
 from jaxpar.zero import zero_of
 from tests.support import tiny, tiny_gpt
@@ -312,6 +312,49 @@ def test_what_zero_leaves_whole_says_what_has_optimizer_state_and_leaves_single_
     [line] = left_whole_lines(params, [parallel])
     assert told in line
     assert "scale" not in line
+
+
+def _gram(of):
+    """An optimizer whose state is the product of each gradient with itself, by rows or by columns."""
+    make = lambda grads: jax.tree.map(of, grads)
+    return optax.GradientTransformation(
+        make, lambda grads, state, params=None: (grads, make(grads))
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "zero", "told"),
+    [
+        (_gram(lambda g: g.T @ g), 1, "16.0 KiB of optimizer state, 33% of what"),
+        (_gram(lambda g: g.T @ g), 3, "16.0 KiB of optimizer state, 80% of what"),
+        (optax.flatten(optax.sgd(0.1, momentum=0.9)), 3, "32.0 KiB of optimizer state, 89% of"),
+        (_gram(lambda g: g @ g.T), 3, None),
+        (_gram(lambda g: g.T @ g), 0, None),
+        (optax.adam(0.1), 3, None),
+        (optax.adafactor(0.1, min_dim_size_to_factor=2), 3, None),
+    ],
+    ids=["columns-1", "columns", "flatten", "rows", "none", "adam", "adafactor"],
+)
+def test_much_optimizer_state_that_zero_leaves_whole_is_told(optimizer, zero, told):
+    """A param [128, 64] is split along its first dim, which the product by columns does not have."""
+    mesh, init = jaxpar.make_mesh(data=8), lambda key: {"w": jnp.ones((128, 64))}
+    shardings = jaxpar.shardings_from_paths(init(0), mesh, {"**": jaxpar.replicated()})
+    parallel = jaxpar.Parallel(mesh, shardings, zero=zero)
+    target = jaxpar.abstract_state(init, jax.random.key(0), optimizer, parallel)
+    lines = list(state_left_whole(target, [init, 0, optimizer, parallel]))
+    assert len(lines) == (told is not None)
+    if told:
+        assert lines[0].startswith(f"zero={zero} does not split {told}"), lines
+        assert "since none of its dims is one along which a param is split: " in lines[0]
+
+
+def test_state_of_a_param_that_zero_leaves_whole_is_told_with_it():
+    mesh, init = jaxpar.make_mesh(data=8), lambda key: {"w": jnp.ones((63, 31))}
+    shardings = jaxpar.shardings_from_paths(init(0), mesh, {"**": jaxpar.replicated()})
+    parallel = jaxpar.Parallel(mesh, shardings, zero=3)
+    make = lambda optimizer: jaxpar.abstract_state(init, jax.random.key(0), optimizer, parallel)
+    assert not list(state_left_whole(make(optax.adam(0.1)), [parallel]))
+    assert len(list(state_left_whole(make(_gram(lambda g: g @ g.T)), [parallel]))) == 1
 
 
 def test_what_is_whole_is_a_params_part_on_a_device():

@@ -19,10 +19,12 @@ from jaxpar.layered_model import is_packed, open_packed
 from jaxpar.mesh import entry_axes, shown_sizes
 from jaxpar.pipeline import LayerLayout
 from jaxpar.sharding import path_string, replicated
+from jaxpar.step.optimizer_state import owner_of
 from jaxpar.train import TrainState
 
 Layouts = list[LayerLayout | None]
 Shape = tuple[int, ...]
+OPT_STATE = (jax.tree_util.GetAttrKey("opt_state"),)
 
 
 def check_canonical(state: TrainState) -> None:
@@ -112,6 +114,12 @@ def _layouts(state: TrainState) -> Layouts:
     for node in filter(is_packed, jax.tree.leaves(state.params, is_leaf=is_packed)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(node):
             shapes.setdefault(path_string(path), set()).add(leaf.shape)
+    packed = [node.layout for node in jax.tree.leaves(state, is_leaf=is_packed) if is_packed(node)]
+    outer = {
+        path: leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.params, is_leaf=is_packed)
+        if not is_packed(leaf)
+    }
     layouts: Layouts = []
     for where, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_packed):
         if is_packed(node):
@@ -125,8 +133,21 @@ def _layouts(state: TrainState) -> Layouts:
                 for path, leaf in jax.tree_util.tree_leaves_with_path(node)
             ]
         else:
+            if packed and where[:1] == OPT_STATE and owner_of(where, outer) is None:
+                _check_not_of_layers(node, packed[0], path_string(where))
             layouts.append(None)
     return layouts
+
+
+def _check_not_of_layers(leaf: Any, layout: LayerLayout, where: str) -> None:
+    """Raises ValueError for optimizer state in a tree of its own that may be of packed layers, in their order."""
+    if leaf.size < layout.num_positions:
+        return
+    raise ValueError(
+        f"optimizer state beside packed layers must have the tree of the params, for a checkpoint to hold it in the model's "
+        f"order; got {list(leaf.shape)} for {where}, of no param. Make it by jax.tree.map over the params, so without "
+        "optax.flatten, or leave the layers unpacked, as many on each stage."
+    )
 
 
 def _layout_of(

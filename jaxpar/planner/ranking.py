@@ -31,6 +31,7 @@ from jaxpar.step.row_checks import check_rows
 DEFAULT_TOKENS = 2**22
 TOP = 10  # plans that are returned by default
 COUNT, LEAST = 3, 0.005  # gains to report, and the smallest
+NO_RECOMPUTATION, SCORES_ALONE = "no recomputation", "recomputing attention scores alone"
 
 
 def plan(
@@ -215,6 +216,9 @@ def gains_of(estimator: Estimator, choice: Choice) -> tuple[Gain, ...]:
     best: dict[str, Gain] = {}  # of the ways to make one change
     for gain in found:
         best.setdefault(gain.change, gain)
+    none, scores = best.get(NO_RECOMPUTATION), best.get(SCORES_ALONE)
+    if none and scores and none.faster >= scores.faster and none.more_bytes <= scores.more_bytes:
+        del best[SCORES_ALONE]
     return tuple([*best.values()][:COUNT])
 
 
@@ -229,8 +233,8 @@ def _seconds_a_row(estimator: Estimator, choice: Choice) -> float:
 def _changes(estimator: Estimator, choice: Choice) -> Iterator[tuple[str, Estimator, Choice]]:
     """Yields changes by name, each with the estimator that prices the changed choice; a name again for another way to it."""
     for remat, name in (
-        (False, "no recomputation"),
-        ("dots", "recomputing attention scores alone"),
+        (False, NO_RECOMPUTATION),
+        ("dots", SCORES_ALONE),
     ):
         if remat != choice.remat and choice.remat is not False:
             yield name, estimator, replace(choice, remat=remat)

@@ -141,8 +141,14 @@ class Estimator:
             self._states[key] = AtRest(self.shape.placed(choice.experts), self.optimizer, choice)
         return self._states[key]
 
+    def in_effect(self, choice: Choice) -> Choice:
+        """Returns the choice at the ZeRO level whose step it has: 0 where its own shards nothing."""
+        shards = choice.zero > 0 and not self.at_rest(choice).shards_nothing
+        return choice if shards else replace(choice, zero=0)
+
     def memory(self, choice: Choice, *, quick: bool = False) -> dict[str, int]:
         """Returns the bytes per device of a choice, by kind."""
+        choice = self.in_effect(choice)
         return step_memory(choice, self._analysis(choice), self.at_rest(choice), quick=quick)
 
     def quick_bytes(self, choice: Choice) -> int:
@@ -151,6 +157,7 @@ class Estimator:
 
     def traffic(self, choice: Choice, *, messages: bool = True) -> list[Transfer]:
         """Returns the collectives of a choice; without ``messages``, those that need no compiled schedule."""
+        choice = self.in_effect(choice)
         given = choice, self._analysis(choice), self.at_rest(choice)
         return step_traffic(*given, messages=messages, masks=self.software is JAXPAR)
 
@@ -158,7 +165,12 @@ class Estimator:
         """Returns the seconds of a choice's ops and collectives, with the executor that ranks it or with the other."""
         ideal = (self.executor == "mpmd") == ranked
         return Prices(
-            choice, self._analysis(choice), self.cluster, self.assumed, self.software, ideal=ideal
+            self.in_effect(choice),
+            self._analysis(choice),
+            self.cluster,
+            self.assumed,
+            self.software,
+            ideal=ideal,
         )
 
     def seconds_of_data(self, choice: Choice) -> int | float:

@@ -45,6 +45,7 @@ from jaxpar.run.start import (
     idle_changes,
     left_whole_lines,
     open_checkpoints,
+    state_left_whole,
     without_saves,
     write_config,
 )
@@ -170,6 +171,8 @@ class Run(AbstractContextManager["Run"]):
         self._traits.take_state(self.target, *init_state, **where)
         self._init = lambda: jaxpar.init_state(*init_state, **where)
         for line in left_whole_lines(self.target.params, init_state):
+            self._say(line)
+        for line in state_left_whole(self.target, init_state):
             self._say(line)
         if not self.flags.common.resume:
             return

@@ -16,7 +16,14 @@ from jaxpar.checkpoint.state import as_numbers
 from jaxpar.fields import arg, switch
 from jaxpar.guard import OF_ROWS
 from jaxpar.inspect.text import bytes_text
-from jaxpar.mesh import OF_ZERO, arrange, check_every_process_takes_part, idle_text, shown_sizes
+from jaxpar.mesh import (
+    OF_ZERO,
+    arrange,
+    check_every_process_takes_part,
+    entry_axes,
+    idle_text,
+    shown_sizes,
+)
 from jaxpar.run import folder
 from jaxpar.run.flags import MeshFlags, RunFlags
 from jaxpar.run.messages import ConfigError, checks, say
@@ -28,6 +35,8 @@ from jaxpar.runtime.uncaught import FULL
 from jaxpar.sharding import path_string
 from jaxpar.step.sharding import left_whole
 from jaxpar.trainable import trained_part
+
+MUCH = 0.1  # the share of a device's state from which on it is told
 
 # Settings of JAX that change what a step computes, of which the message about different programs could not say.
 OF_PROGRAMS = (
@@ -139,15 +148,49 @@ def left_whole_lines(params: Any, init_state: Sequence[Any]) -> Iterator[str]:
     """Yields a line on the params that ZeRO leaves whole, the largest first, if any; ``init_state`` may have a Parallel."""
     for parallel in (each for each in init_state if isinstance(each, jaxpar.Parallel)):
         if whole := left_whole(params, parallel):
-            largest = sorted(whole, key=lambda path: -whole[path])
-            named = ", ".join(f"{path} {bytes_text(whole[path])}" for path in largest[:3])
-            more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
             state = _state_of(whole, trained_part(params, parallel.trainable))
             yield (
                 f"{arg(zero=parallel.zero)} does not split {bytes_text(sum(whole.values()))} of params, {state}, since data "
                 f"times context, {math.prod(parallel.mesh.shape[axis] for axis in OF_ZERO)}, divides none of their dims that "
-                f"no other axis splits: {named}{more}"
+                f"no other axis splits: {_largest(whole)}"
             )
+
+
+def state_left_whole(target: jaxpar.TrainState, init_state: Sequence[Any]) -> Iterator[str]:
+    """Yields a line on optimizer state of other dims than its params that ZeRO leaves whole, if that is much of a device."""
+    for parallel in (each for each in init_state if isinstance(each, jaxpar.Parallel)):
+        if parallel.zero == 0 or math.prod(parallel.mesh.shape[axis] for axis in OF_ZERO) == 1:
+            continue
+        with_param = left_whole(target.params, parallel)  # of which ``left_whole_lines`` tells
+        whole = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(target.opt_state):
+            name, size = path_string(path), _bytes_on_device(leaf)
+            of_param = (held for each, held in with_param.items() if name.endswith(each))
+            if _is_whole(leaf) and size > max(of_param, default=0):
+                whole[name] = size
+        held = sum(map(_bytes_on_device, jax.tree.leaves((target.params, target.opt_state))))
+        if (total := sum(whole.values())) > MUCH * held:
+            yield (
+                f"{arg(zero=parallel.zero)} does not split {bytes_text(total)} of optimizer state, {total / held:.0%} of what "
+                f"a device holds between steps, since none of its dims is one along which a param is split: {_largest(whole)}"
+            )
+
+
+def _is_whole(leaf: Any) -> bool:
+    """Whether the devices of ZeRO each hold all of an array, or all of what other axes leave of it."""
+    axes = {axis for entry in leaf.sharding.spec for axis in entry_axes(entry)}
+    return leaf.size > 1 and axes.isdisjoint(OF_ZERO)
+
+
+def _bytes_on_device(leaf: Any) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _largest(sizes: Mapping[str, int]) -> str:
+    """Returns the names of the three largest arrays with their bytes, and how many more there are."""
+    named = sorted(sizes, key=lambda name: -sizes[name])[:3]
+    shown = ", ".join(f"{name} {bytes_text(sizes[name])}" for name in named)
+    return shown + (f" and {len(sizes) - 3} more" if len(sizes) > 3 else "")
 
 
 def _state_of(whole: Mapping[str, int], trained: Any) -> str:
