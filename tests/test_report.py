@@ -784,6 +784,7 @@ def test_plans_show_every_axis_that_one_of_them_uses():
         "bubble_fraction": 0.0,
         "why": "",
         "guesses": [],
+        "uncounted": [],
     }
     names = "replica", "context", "experts"
     assert not any(name in plans([plan]) for name in names), "of size 1 they are left out"

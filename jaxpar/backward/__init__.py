@@ -8,4 +8,5 @@ names the policies of rematerialisation. `add_grads.py` adds the gradients of a 
 `padded_values.py` keeps a padded vocabulary in place from the head to the gradients, while the loss sees its words.
 `partition.py` finds how a sharding over ``tensor`` divides the values of a graph, by the rules of `cut_rules.py` and, in loops
 and branches, of `bodies.py`, for the bytes that `min_cut.py` counts, and the collectives that it needs, for the planner.
+`products.py` counts the operations of matrix products and convolutions.
 """

@@ -168,6 +168,21 @@ def _dot_general(op: Operation) -> Found:
     return op.gives(None)
 
 
+def _convolution(op: Operation) -> Found | None:
+    """As a product: features of the image and of the kernel, which are summed over, or one of those that stay."""
+    numbers = op.params["dimension_numbers"]
+    if op.params["feature_group_count"] > 1 or op.params["batch_group_count"] > 1:
+        return None
+    image, kernel = op.cuts
+    if (image, kernel) == (numbers.lhs_spec[1], numbers.rhs_spec[1]):
+        return op.gives(None, "all-reduce")
+    if kernel is None and image == numbers.lhs_spec[0]:
+        return op.gives(numbers.out_spec[0])
+    if image is None and kernel == numbers.rhs_spec[0]:
+        return op.gives(numbers.out_spec[1])
+    return None
+
+
 def _gather(op: Operation) -> Found | None:
     """A lookup in sharded rows is summed over the shards, since only one of them has the row."""
     numbers, cut = op.params["dimension_numbers"], op.cuts[0]
@@ -241,6 +256,7 @@ RULES: dict[str, Rule] = {
     "squeeze": _squeeze,
     "reshape": _reshape,
     "dot_general": _dot_general,
+    "conv_general_dilated": _convolution,
     "gather": _gather,
     "shard_map": shard_map,
     "custom_vjp_call": _custom_vjp,

@@ -4,7 +4,6 @@ XLA's partitioner does the same when it compiles (Xu et al. 2021, arXiv 2105.046
 and vocabulary splits, by the rules of ``cut_rules.py``.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +24,7 @@ from jaxpar.backward.cut_rules import (
     shard_map,
 )
 from jaxpar.backward.graph import Graph, Node
+from jaxpar.backward.products import product_flops
 from jaxpar.mesh import TENSOR, cut_of
 
 
@@ -71,11 +71,10 @@ class Partition:
         return found
 
     def flops_of(self, nodes: Iterable[Node]) -> int:
-        """Returns the FLOPs of the matrix products on one device, 2 for a multiplication and an addition."""
+        """Returns the FLOPs of the matrix products and convolutions on one device."""
         total = 0
         for node in nodes:
-            if node.name == "dot_general":
-                total += dot_flops(self.graph, node)
+            total += product_flops(self.graph, node)
             for body in self.bodies.get(node.first, ()):
                 total += body.part.flops_of(body.part.graph.nodes) * body.times
         return total
@@ -205,15 +204,3 @@ def shard_shape(aval: Any, cut: Cut, num_shards: int) -> Any:
     shape = list(aval.shape)
     shape[cut] //= num_shards
     return jax.ShapeDtypeStruct(tuple(shape), aval.dtype)
-
-
-def dot_flops(graph: Graph, node: Node) -> int:
-    """Returns the FLOPs of a matrix product with the shapes of a graph."""
-    contracted, _ = node.equation.params["dimension_numbers"]
-    left, right = (graph.avals[i].shape for i in node.inputs)
-    # The sharding of a contracted dim may be known for one side only.
-    depth = 1
-    for on_left, on_right in zip(*contracted, strict=True):
-        depth *= min(left[on_left], right[on_right])
-    result = graph.avals[node.outputs[0]].shape
-    return 2 * depth * math.prod(result)

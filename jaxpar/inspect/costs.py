@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
+from jaxpar.backward.products import meetings
 from jaxpar.fp8 import CALL as FP8_CALL
 from jaxpar.inspect.groups import integers
 from jaxpar.inspect.hlo import (
@@ -215,15 +216,13 @@ def _conv_flops(arrays: Sequence[Shape], instruction: Instruction) -> int:
 
 
 def _meetings(settings: dict[str, str], image: int, kernel: int, output: int) -> int:
-    stride, low = int(settings.get("stride", 1)), int(settings.get("pad", "0_0").split("_")[0])
-    image_step, kernel_step = int(settings.get("lhs_dilate", 1)), int(settings.get("rhs_dilate", 1))
-    last = (image - 1) * image_step
-    positions = (
-        start * stride - low + offset * kernel_step
-        for start in range(output)
-        for offset in range(kernel)
+    return meetings(
+        *(image, kernel, output),
+        stride=int(settings.get("stride", 1)),
+        low=int(settings.get("pad", "0_0").split("_")[0]),
+        image_step=int(settings.get("lhs_dilate", 1)),
+        kernel_step=int(settings.get("rhs_dilate", 1)),
     )
-    return sum(1 for position in positions if 0 <= position <= last and position % image_step == 0)
 
 
 def _custom_call_flops(computation: Computation, instruction: Instruction) -> int | None:

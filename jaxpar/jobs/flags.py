@@ -60,7 +60,8 @@ UNORDERED = ("--lora-targets",)
 FIGURES = (
     *("gpu", "software", "ideal_step_seconds", "tokens_per_second", "tflops_per_device"),
     *("model_tflops_per_device", "bubble_fraction", "seconds", "memory_bytes", "bytes_per_device"),
-    *("bytes_moved", "compiled_memory_bytes", "why", "guesses", "helps"),
+    *("bytes_moved", "compiled_memory_bytes", "why", "guesses"),
+    *("uncounted", "helps"),
 )
 MAX_PARTS = 2**16
 _SLURM, _KUBERNETES = (

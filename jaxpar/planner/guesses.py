@@ -1,25 +1,46 @@
-"""Where a plan guesses: of what in a model it is not known how XLA shards it over ``tensor``, and what a step then sends.
+"""What a plan does not know of a model: how XLA shards parts of it over ``tensor``, and the work of kernels of libraries.
 
-It is known for weights that are split by column and then by row, heads of attention, rows of a vocabulary, and constraints
-(``backward/cut_rules.py``). Otherwise XLA chooses for the whole step, the optimizer included: for a weight split by row that
-multiplies what every device has, a layer that returns shards, or a gradient that is sharded where its param is not.
+How XLA shards is known for weights that are split by column and then by row, heads of attention, rows of a vocabulary, and
+constraints (``backward/cut_rules.py``). Otherwise XLA chooses for the whole step, the optimizer included: for a weight split by
+row that multiplies what every device has, a layer that returns shards, or a gradient that is sharded where its param is not.
+
+Operations are those of products, convolutions, fused attention and experts. Of others, such as an FFT, a factorization or a
+kernel of one's own, a plan has the bytes alone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
-from jaxpar._compat import source_line
+from jaxpar._compat import source_line, with_inner
 from jaxpar.backward.cut_rules import Cut
 from jaxpar.backward.graph import Node
 from jaxpar.backward.partition import Partition
+from jaxpar.backward.products import PRODUCTS
 from jaxpar.dtypes import is_float
 from jaxpar.layered_model import LAYERS, OUTER, path_string
-from jaxpar.planner.fused import RULES
+from jaxpar.planner.fused import RULES, grouped_of
 from jaxpar.planner.ops import Analysis
 from jaxpar.trainable import trained_indices
 
 ACTIVATIONS = "the activations between layers"
+_OF_LIBRARIES = frozenset(
+    {
+        *(
+            "fft",
+            "cholesky",
+            "eig",
+            "eigh",
+            "geqrf",
+            "hessenberg",
+            "householder_product",
+            "lu",
+            "qr",
+        ),
+        *("schur", "svd", "triangular_solve", "tridiagonal", "tridiagonal_solve"),
+        *("ragged_dot_general", "pallas_call", "ffi_call", "pure_callback", "io_callback"),
+    }
+)
 
 
 def guesses_of(analysis: Analysis) -> tuple[str, ...]:
@@ -28,6 +49,23 @@ def guesses_of(analysis: Analysis) -> tuple[str, ...]:
         return ()
     found = [*_of_layer(analysis), *_of_embed(analysis), *_of_head(analysis)]
     return tuple(dict.fromkeys(found))
+
+
+def uncounted_of(analysis: Analysis) -> tuple[str, ...]:
+    """Returns the operations of a model whose work is not counted, with their lines of code."""
+    parts = [analysis.layer, *map(analysis.end_part, ("embed", "embed_back", "head"))]
+    return tuple(dict.fromkeys(told for part in parts for told in _uncounted(part)))
+
+
+def _uncounted(part: Partition) -> Iterator[str]:
+    for node in part.graph.nodes:
+        if bodies := part.bodies.get(node.first, ()):
+            for body in bodies:
+                yield from _uncounted(body.part)
+        elif node.name not in PRODUCTS and grouped_of(node) is None:
+            inside = {each.primitive.name for each in with_inner(node.equation)}
+            for name in sorted(inside & (_OF_LIBRARIES | PRODUCTS)):
+                yield _told(node, name)
 
 
 def _of_layer(analysis: Analysis) -> Iterator[str]:
@@ -100,6 +138,6 @@ def _cuts_of(part: Partition, values: Sequence[int]) -> list[Cut]:
     return [part.cuts.get(value) for value in values]
 
 
-def _told(node: Node) -> str:
+def _told(node: Node, name: str = "") -> str:
     at = source_line(node.equation)
-    return f"{node.name} at {at}" if at else node.name
+    return f"{name or node.name} at {at}" if at else name or node.name

@@ -15,17 +15,15 @@ from jaxpar._compat import constraint_of
 from jaxpar.backward.bodies import BODIES
 from jaxpar.backward.graph import Graph, Node
 from jaxpar.backward.min_cut import bytes_inside
-from jaxpar.backward.partition import dot_flops
+from jaxpar.backward.products import PRODUCTS, product_flops
 from jaxpar.planner.fused import BACKWARD, FORWARD, Grouped, attention_flops, grouped_of
 
 VIEWS = frozenset(
     {"reshape", "transpose", "squeeze", "expand_dims", "copy", "broadcast_in_dim", "split", "slice"}
 )
 _NEVER_WRITTEN = VIEWS - {"broadcast_in_dim"}
-_ADDED = frozenset(
-    {"scatter-add", "sort", "cumsum", "conv_general_dilated"}
-)  # kernels that are counted by their bytes
-_OF_THEIR_OWN = _ADDED | BODIES | {"dot_general", "gather", FORWARD, BACKWARD}
+_ADDED = frozenset({"scatter-add", "sort", "cumsum"})  # kernels that are counted by their bytes
+_OF_THEIR_OWN = _ADDED | BODIES | PRODUCTS | {"gather", FORWARD, BACKWARD}
 
 Values = frozenset[int]
 _NONE: Values = frozenset()
@@ -125,7 +123,7 @@ def kernels_of(
         for output in node.outputs:
             if output in wanted:
                 counted.write(output)
-        if node.name == "dot_general":
+        if node.name in PRODUCTS:
             products[product_of(graph, node)] += 1
         if (of_experts := grouped_of(node)) is not None:
             grouped.append(of_experts)
@@ -177,7 +175,26 @@ def _without_barriers(
 
 
 def product_of(graph: Graph, node: Node) -> Product:
-    """Returns the shape of the matrix product that a ``dot_general`` is."""
+    """Returns the shape of the matrix product that a ``dot_general`` or a convolution is.
+
+    That of a convolution has a row for each place of its result, which meets as much of the image as the kernel covers.
+    """
+    of = _shape_of_dot if node.name == "dot_general" else _shape_of_convolution
+    batch, rows = of(graph, node)
+    size = _size(graph, node.outputs[0])
+    operands = [graph.avals[i].dtype for i in node.inputs]
+    return Product(
+        batch=batch,
+        rows=rows,
+        columns=size // max(1, batch * rows),
+        depth=product_flops(graph, node) // max(1, 2 * size),
+        num_bytes=_bytes_beside(graph, node),
+        in_fp8=all(dtype.itemsize == 1 for dtype in operands),
+    )
+
+
+def _shape_of_dot(graph: Graph, node: Node) -> tuple[int, int]:
+    """Returns the products in the batch of a ``dot_general``, and the rows of each."""
     (contracted, _), (batched, _) = node.equation.params["dimension_numbers"]
     batch = rows = 1
     for dim, size in enumerate(graph.avals[node.inputs[0]].shape):
@@ -185,16 +202,15 @@ def product_of(graph: Graph, node: Node) -> Product:
             batch *= size
         elif dim not in contracted:
             rows *= size
-    size = _size(graph, node.outputs[0])
-    operands = [graph.avals[i].dtype for i in node.inputs]
-    return Product(
-        batch=batch,
-        rows=rows,
-        columns=size // max(1, batch * rows),
-        depth=dot_flops(graph, node) // max(1, 2 * size),
-        num_bytes=_bytes_beside(graph, node),
-        in_fp8=all(dtype.itemsize == 1 for dtype in operands),
-    )
+    return batch, rows
+
+
+def _shape_of_convolution(graph: Graph, node: Node) -> tuple[int, int]:
+    """Returns the groups of a convolution, and the places of its result."""
+    params = node.equation.params
+    features = graph.avals[node.outputs[0]].shape[params["dimension_numbers"].out_spec[1]]
+    groups = params["feature_group_count"] * params["batch_group_count"]
+    return groups, _size(graph, node.outputs[0]) // max(1, features)
 
 
 def _size(graph: Graph, value: int) -> int:

@@ -1,7 +1,7 @@
 """A plan: a choice with its memory, traffic and time, the reason for its rank, and the changes that would help it; as text."""
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -23,7 +23,7 @@ PARTS = {
 }
 SETTINGS = tuple(field.name for field in fields(Choice) if field.name != "layers_per_virtual_stage")
 _LABEL = 10  # columns
-SHOWN = 2  # guesses that are named
+SHOWN = 2  # of what a plan does not know
 COLUMNS = (
     "",
     "data",
@@ -87,6 +87,7 @@ class Plan:
         tensor_shards_nothing: Whether no param is sharded over its ``tensor`` axis, whose devices then all compute the same.
         guesses: Of what in the model it is not known how XLA shards it over ``tensor``, so that figures can be far off
             (``guesses.py``).
+        uncounted: The operations of the model of whose work a plan has the bytes alone.
     """
 
     choice: Choice
@@ -104,6 +105,7 @@ class Plan:
     zero_shards_nothing: bool = False
     tensor_shards_nothing: bool = False
     guesses: tuple[str, ...] = ()
+    uncounted: tuple[str, ...] = ()
     tokens_per_row: int = 1
 
     @property
@@ -189,6 +191,8 @@ class Plan:
             )
         if self.guesses:
             parts.append(("unsure", unsure_text(self.guesses)))
+        if self.uncounted:
+            parts.append(("lacks", uncounted_text(self.uncounted)))
         if layers and len(set(layers)) > 1:
             parts.append(("layers", " ".join(map(str, layers))))
         if choice.stage > 1:
@@ -227,6 +231,7 @@ class Plan:
             "bytes_moved": dict(self.bytes_moved),
             "why": self.why,
             "guesses": list(self.guesses),
+            "uncounted": list(self.uncounted),
             "helps": [dict(vars(gain)) for gain in self.gains],
         }
 
@@ -264,18 +269,31 @@ def _differs(best: Plan, plan: Plan) -> str:
 
 def unsure_text(guesses: Sequence[str]) -> str:
     """Returns what it means for a plan that it guesses, with the first of what it guesses."""
-    shown, more = ", ".join(guesses[:SHOWN]), len(guesses) - SHOWN
-    others = f" and {more} more" if more > 0 else ""
     return (
-        f"how XLA shards {shown}{others} over tensor is not known: a step can send far more, and compute less. Known are "
+        f"how XLA shards {_first(guesses)} over tensor is not known: a step can send far more, and compute less. Known are "
         "weights split by column and then by row"
     )
 
 
-def unsure_plans(guesses: Iterable[Sequence[str]]) -> str:
-    """Returns a sentence for a table of plans that guess so; "" if none does."""
-    first = next(filter(None, guesses), None)
-    return f"Plans with tensor > 1 are unsure: {unsure_text(first)}." if first else ""
+def uncounted_text(uncounted: Sequence[str]) -> str:
+    """Returns what it means for a plan that it counts operations by their bytes alone, with the first of them."""
+    return f"the operations of {_first(uncounted)}, of which only the bytes are counted: a step can take far longer"
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def remarks(plans: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns sentences below a table of plans, given as plain values, on what they do not know."""
+    first = lambda name: next((plan[name] for plan in plans if plan[name]), None)
+    found = []
+    if guesses := first("guesses"):
+        found.append(f"Plans with tensor > 1 are unsure: {unsure_text(guesses)}.")
+    if uncounted := first("uncounted"):
+        found.append(f"Plans lack {uncounted_text(uncounted)}.")
+    return found
 
 
 def _bars(plan: Plan, width: int | None) -> str:
@@ -325,8 +343,8 @@ def render(plans: Sequence[Plan], *, width: int | None = None) -> str:
     rows = [header, *(_figures(rank, plan, axes) for rank, plan in enumerate(plans, 1))]
     reasons = ["why", *(plan.why for plan in plans)]
     whole = table([[*row, why] for row, why in zip(rows, reasons, strict=True)])
-    unsure = unsure_plans(plan.guesses for plan in plans)
-    after = ["", wrapped("", unsure, width, indent=0)] if unsure else []
+    told = remarks([vars(plan) for plan in plans])
+    after = ["", *(wrapped("", text, width, indent=0) for text in told)] if told else []
     if width is None or max(map(len, whole.splitlines())) <= width:
         return "\n".join([whole, *after])
     moved = [""] * len(plans)

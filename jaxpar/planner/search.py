@@ -27,7 +27,7 @@ from jaxpar.dtypes import num_bytes
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.planner.candidates import candidates, schedules_of, spreads
 from jaxpar.planner.cluster import Cluster
-from jaxpar.planner.guesses import guesses_of
+from jaxpar.planner.guesses import guesses_of, uncounted_of
 from jaxpar.planner.job import JAXPAR, Assumptions, Choice, Software, divisors, fixed_or
 from jaxpar.planner.memory import step_memory
 from jaxpar.planner.model_shape import ModelShape
@@ -217,6 +217,7 @@ class Estimator:
             zero_shards_nothing=choice.zero > 0 and at_rest.shards_nothing,
             tensor_shards_nothing=choice.tensor > 1 and self._analysis(choice).shards_nothing,
             guesses=() if quick else guesses_of(self._analysis(choice)),
+            uncounted=() if quick else uncounted_of(self._analysis(choice)),
         )
 
     def _flops(self, choice: Choice) -> tuple[int | float, int | float]:

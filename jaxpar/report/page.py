@@ -20,7 +20,7 @@ from typing import Any
 from jaxpar.inspect.text import bytes_text, seconds_text
 from jaxpar.mesh import AXES
 from jaxpar.metrics.status import duration
-from jaxpar.planner.plans import remat_text, unsure_plans
+from jaxpar.planner.plans import remarks, remat_text
 from jaxpar.report.charts import make_charts
 from jaxpar.runtime.life import RUNNING
 from jaxpar.runtime.output import write_whole
@@ -263,8 +263,7 @@ def plans(found: Sequence[Mapping[str, Any]]) -> str:
     if any(plan["why"] for plan in found):
         columns["why"] = lambda plan: plan["why"]
     rows = [{**plan, "rank": rank} for rank, plan in enumerate(found, 1)]
-    unsure = unsure_plans(plan["guesses"] for plan in found)
-    return table_of(rows, columns) + (f"<p>{escape(unsure)}</p>" if unsure else "")
+    return table_of(rows, columns) + "".join(f"<p>{escape(text)}</p>" for text in remarks(found))
 
 
 def ways(found: Sequence[Mapping[str, Any]]) -> str:

@@ -26,8 +26,8 @@ from jaxpar.runtime.output import ANOTHER_IS_GONE, tell
 TIMEOUT_SECONDS = 600.0
 MOST_SHOWN = 8  # differences, and processes, in a message
 SAME_PROGRAM = (
-    "Start all with the same code, flags and data. A model or a loss must not read the number of its process, the time or "
-    "random numbers of NumPy: put them into the batch."
+    "Start all with the same code, flags and data, of the same dtypes. A model or a loss must not read the number of its "
+    "process, the time or random numbers of NumPy: put them into the batch."
 )
 POLL_SECONDS = 0.2  # between two looks for requests
 SECONDS_TO_ASK = 1.0  # for an answer, between two looks for processes that have ended
