@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxpar
+from jaxpar.backward.products import meetings
 from jaxpar.planner import Choice, ModelShape, cluster, price, render, transformer_shape
 from jaxpar.planner.compiled import compile_choice
 from jaxpar.planner.guesses import guesses_of, uncounted_of
@@ -257,6 +258,22 @@ def test_operations_that_are_not_counted_are_told_with_their_lines(layer, told):
     assert ("\n  lacks   the operations of " in plan.details(2**36)) == bool(told)
     assert ("Plans lack the operations of " in render([plan])) == bool(told)
     assert ("Plans lack the operations of " in page.plans([plan.as_json()])) == bool(told)
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        ({}, 6),
+        ({"low": 1}, 5),
+        ({"low": 1, "image_step": 2}, 3),
+        ({"stride": 2}, 4),
+        ({"kernel_step": 2}, 5),
+    ],
+)
+def test_an_element_of_padding_or_of_a_gap_meets_none_of_a_kernel(settings, count):
+    """A kernel of two over an image of four, at three places; with gaps between its elements the image has two."""
+    image = 2 if "image_step" in settings else 4
+    assert meetings(image, 2, 3, **settings) == count
 
 
 def test_one_device_over_tensor_guesses_nothing():
