@@ -24,23 +24,13 @@ from jaxpar.planner.ops import Analysis
 from jaxpar.trainable import trained_indices
 
 ACTIVATIONS = "the activations between layers"
-_OF_LIBRARIES = frozenset(
-    {
-        *(
-            "fft",
-            "cholesky",
-            "eig",
-            "eigh",
-            "geqrf",
-            "hessenberg",
-            "householder_product",
-            "lu",
-            "qr",
-        ),
-        *("schur", "svd", "triangular_solve", "tridiagonal", "tridiagonal_solve"),
-        *("ragged_dot_general", "pallas_call", "ffi_call", "pure_callback", "io_callback"),
-    }
-)
+# fmt: off
+_OF_LIBRARIES = frozenset({
+    "fft", "cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd",
+    "triangular_solve", "tridiagonal", "tridiagonal_solve", "ragged_dot_general", "pallas_call", "ffi_call", "pure_callback",
+    "io_callback",
+})
+# fmt: on
 
 
 def guesses_of(analysis: Analysis) -> tuple[str, ...]:
