@@ -31,6 +31,16 @@ WIDE = TransformerConfig(vocab_size=512, num_layers=8, embed_dim=128, num_heads=
 # A microbatch has more tokens than a layer has columns, as real ones do.
 LONG = dataclasses.replace(WIDE, max_positions=256)
 
+# Its first two layers are part of the embedding.
+LEADING = dataclasses.replace(
+    WIDE,
+    norm="rms",
+    mlp="swiglu",
+    biases=False,
+    num_layers=4,
+    experts=Experts(count=4, mlp_dim=64, num_dense_layers=2),
+)
+
 
 def _own_layer(p, x):
     return x + jnp.tanh(x @ p["w_up"]) @ p["w_down"]
@@ -77,6 +87,8 @@ def shape_of(model):
     if model == "loop":
         looped = dataclasses.replace(OWN.model, layer=_looped_layer)
         return dataclasses.replace(OWN, model=looped, cache={})
+    if model == "leading":
+        return transformer_shape(LEADING, experts="tensor")
     name, _, lora = model.partition("+")
     factors = Lora(4, LAYER_WEIGHTS) if lora else None
     kind = lora.partition("-")[2] or None  # of "lora-nf4" or "lora-nf4-dq"
@@ -103,7 +115,7 @@ def draw(model, data, stage, tensor, schedule, num_microbatches, zero, remat=Fal
 def predicted(model, choice):
     shape = shape_of(model)
     rows = ROWS // choice.num_replicas // choice.num_microbatches
-    return Analysis(shape, rows, choice.tensor), AtRest(shape, OPTIMIZER, choice)
+    return Analysis(shape, rows, choice.tensor, choice.remat), AtRest(shape, OPTIMIZER, choice)
 
 
 @functools.cache
@@ -129,8 +141,14 @@ DRAWS = [
     ("own", 2, 2, 2, "zb-h1", 4, 3, False),
     ("gpt2+lora", 2, 2, 2, "1f1b", 4, 0, False),
     ("loop", 2, 2, 2, "1f1b", 4, 0, False),
+    ("bloom", 4, 1, 2, "1f1b", 1, 3, True),
 ]
 MORE = [
+    ("bloom", 4, 1, 2, "1f1b", 2, 0, "dots"),
+    ("leading", 4, 1, 2, "1f1b", 2, 0, False),
+    ("leading", 4, 1, 2, "1f1b", 2, 0, True),
+    ("leading", 4, 1, 2, "1f1b", 2, 0, "dots"),
+    ("leading", 2, 2, 2, "1f1b", 4, 0, False),
     ("gpt2", 2, 2, 2, "1f1b", 4, 0, False),
     ("gpt2", 8, 1, 1, "1f1b", 2, 3, True),
     ("llama", 2, 1, 4, "1f1b", 2, 0, True),
@@ -149,7 +167,6 @@ MORE = [
     ("llama-tied", 2, 2, 2, "1f1b", 2, 3, True),
     ("llama", 4, 2, 1, "gpipe", 4, 3, False),
     ("bloom", 2, 4, 1, "zb-h1", 4, 2, True),
-    ("bloom", 4, 1, 2, "1f1b", 1, 3, True),
     ("bloom", 8, 1, 1, "1f1b", 4, 2, False),
     ("own", 1, 8, 1, "1f1b", 8, 0, True),
     ("own", 1, 4, 2, "zb-v", 8, 0, False),

@@ -11,7 +11,7 @@ import jax
 from jaxpar.backward.graph import Graph, Node
 from jaxpar.backward.min_cut import peak_bytes
 from jaxpar.backward.partition import ParamShards, Partition, partition, shard_shape
-from jaxpar.dtypes import num_bytes
+from jaxpar.dtypes import is_float, num_bytes
 from jaxpar.fields import arg
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import TENSOR, abstract_mesh, cut_of
@@ -251,6 +251,20 @@ class Analysis:
     def end_works(self) -> dict[str, Work]:
         """The work of "embed", "embed_back" and "head"; that of the head includes the loss, forward and backward."""
         return {name: self._work_of_end(*each) for name, each in self._end_graphs.items()}
+
+    def sent_by_embed_back(self, remat: bool | str) -> tuple[Sent, ...]:
+        """Returns the collectives of the embedding's backward pass on one stage, where the forward pass has stored its values.
+
+        Under ``remat`` a checkpoint is around the embedding, which runs again but for what the policy stores, its products.
+        """
+        graph, reads = self._end_graphs["embed_back"]
+        part, nodes = self._end(graph, reads)
+        num_cts = sum(map(is_float, jax.tree.leaves(self._traced.ends.x)))
+        back = graph.reached(graph.inputs[len(graph.inputs) - num_cts :])
+        is_again = lambda node: back.isdisjoint(node.outputs)
+        is_stored = lambda node: remat is False or (remat == "dots" and node.name == "dot_general")
+        run = [node for node in nodes if not (is_again(node) and is_stored(node))]
+        return tuple(over_tensor(part, run))
 
     def end_part(self, name: str) -> Partition:
         """Returns "embed", "embed_back" or "head" as one device of ``tensor`` runs it."""

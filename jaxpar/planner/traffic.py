@@ -257,18 +257,19 @@ def _of_norm(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
 def _of_ops(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
     count = choice.num_microbatches
     layers = layers_of_a_stage(choice, analysis.shape.num_layers)
-    works = [
-        (work, count * layers, f"a layer's {op}")
+    sends = [
+        (work.sent, count * layers, f"a layer's {op}")
         for op, work in layer_works(choice, analysis).items()
     ]
     ends, has_stages = analysis.end_works, choice.stage > 1
     embeds_again = has_stages and choice.remat is True
-    works += [
-        (ends["embed"], 2 * count if embeds_again else count, "embedding"),
-        (ends["embed_back"], count if has_stages else 0, "embedding back"),
-        (ends["head"], count, "head"),
+    sent_back = ends["embed_back"].sent if has_stages else analysis.sent_by_embed_back(choice.remat)
+    sends += [
+        (ends["embed"].sent, 2 * count if embeds_again else count, "embedding"),
+        (sent_back, count, "embedding back"),
+        (ends["head"].sent, count, "head"),
     ]
-    for work, times, what in works:
-        for each in work.sent:
+    for sent, times, what in sends:
+        for each in sent:
             size = choice.mesh.shape[each.axis]
             yield Transfer(each.axis, each.kind, each.payload_bytes, times, size, what)
