@@ -204,7 +204,7 @@ def heads_to_sequence(
     parts = num_parts()
     if parts == 1:
         return x
-    chunks = x.reshape(x.shape[0], 2, parts, -1, *x.shape[2:])
+    chunks = x.reshape(x.shape[0], 2, parts, x.shape[1] // (2 * parts), *x.shape[2:])
     first, second = jnp.split(chunks, 2, axis=1)
     pairs = jnp.concatenate([first, second[:, :, ::-1]], axis=1)
     by_device = pairs.swapaxes(1, 2).reshape(x.shape)
@@ -270,7 +270,7 @@ def num_shards_of_heads(num_heads: int) -> int:
 def _in_order(by_device: Array, parts: int) -> Array:
     """Returns chunks 0 to 2C - 1 along dim 1, of an array with chunks c and 2C - 1 - c of each device c."""
     shape = by_device.shape
-    pairs = by_device.reshape(shape[0], parts, 2, -1, *shape[2:])
+    pairs = by_device.reshape(shape[0], parts, 2, shape[1] // (2 * parts), *shape[2:])
     chunks = jnp.concatenate([pairs[:, :, 0], pairs[:, ::-1, 1]], axis=1)
     return chunks.reshape(shape)
 

@@ -191,6 +191,7 @@ def _pattern(path: Sequence[str], others: Sequence[Sequence[str]]) -> str:
 
 def check_params(params: PyTree) -> None:
     """Raises for params that have no gradient and are not frozen, or that XLA cannot compile."""
+    empty = []
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_frozen):
         leaf = node.value if is_frozen(node) else node
         if not is_frozen(node) and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
@@ -199,8 +200,10 @@ def check_params(params: PyTree) -> None:
                 f"{path_string(path)} of dtype {jnp.result_type(leaf)}. Leave it out of trainable=, "
                 f"which then names the others{_how_to_train(params)}. Or put one for each row into the batch, or close over it."
             )
-        if EMPTY_ARRAYS_CRASH and jnp.size(leaf) == 0:
-            raise ValueError(
-                f"XLA as of JAX 0.11 crashes on sums of arrays without elements inside shard_map; got {path_string(path)} of "
-                f"shape {jnp.shape(leaf)} with JAX {jax.__version__}. Leave it out of the params, or use JAX 0.10."
-            )
+        if jnp.size(leaf) == 0:
+            empty.append(f"{path_string(path)} of shape {jnp.shape(leaf)}")
+    if EMPTY_ARRAYS_CRASH and empty:
+        raise ValueError(
+            f"XLA as of JAX 0.11 crashes on sums of arrays without elements inside shard_map; got {', '.join(empty)} with JAX "
+            f"{jax.__version__}. Leave {'it' if len(empty) == 1 else 'them'} out of the params, or use JAX 0.10."
+        )

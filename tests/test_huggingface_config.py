@@ -81,6 +81,9 @@ PUBLISHED = {
 }  # fmt: skip
 
 
+LINEAR = {"rope_type": "linear", "factor": 2}
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_the_presets(name, tmp_path):
     (tmp_path / CONFIG).write_text(json.dumps(PUBLISHED[name]))
@@ -115,6 +118,8 @@ def test_published_configs_are_the_presets(name, tmp_path):
         ("llama", {"rope_parameters": [1]}, r"rope_parameters must be an object; got \[1\]"),
         ("llama", {"rope_theta": 7.0}, "must agree; got {'rope_theta': 7.0, 'rope_theta of rope_parameters': 1000.0}"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2, "rope_theta": 7}}, "{'rope_theta of rope_scaling': 7.0, "),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2}}, r"one meaning must agree; got {'rope_parame"),
+        ("llama", {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 4}}, "one meaning must agree.*Leave one of"),
         ("llama", {"rope_parameters": {"rope_theta": 0}}, "rope_theta must be a positive number; got 0"),
         ("llama", {"head_dim": "8"}, "head_dim must be an integer from 1 to 16777216; got '8'"),
         ("llama", {"attention_bias": 1}, "attention_bias must be true or false; got 1"),

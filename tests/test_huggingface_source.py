@@ -87,6 +87,31 @@ def test_a_tokenizer_outside_the_source_is_not_copied(source, tmp_path):
         ),
         ({"config.json": {"eos_token_id": 5}, "generation_config.json": {}}, (5,)),
         ({"config.json": {}}, ()),
+        (
+            {
+                "config.json": {},
+                "tokenizer_config.json": {"eos_token": {"content": "</s>"}},
+                "tokenizer.json": {"added_tokens": [{"id": 3, "content": "</s>"}]},
+            },
+            (3,),
+        ),
+        (
+            {
+                "generation_config.json": {},
+                "tokenizer_config.json": {"eos_token": "b"},
+                "tokenizer.json": {"model": {"vocab": {"a": 0, "b": 1}}},
+            },
+            (1,),
+        ),
+        (
+            {
+                "config.json": {"eos_token_id": 5},
+                "tokenizer_config.json": {"eos_token": "b"},
+                "tokenizer.json": {"model": {"vocab": {"a": 0, "b": 1}}},
+            },
+            (5,),
+        ),
+        ({"tokenizer_config.json": {}, "tokenizer.json": {"model": {"vocab": [["a", 0.0]]}}}, ()),
     ],
 )
 def test_texts_end_where_the_files_say(files, tokens, tmp_path):

@@ -1004,6 +1004,31 @@ def test_a_plan_and_a_mesh_are_refused_whatever_the_mesh_is(mesh, tmp_path):
         main(["--plan", str(path), "--image", "a", *mesh, "recipes/gpt.py"])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "attention", "flags", "told"),
+    [
+        ("bfloat16", "flash", [], None),
+        ("float32", "xla", [], None),
+        ("float32", "flash", ["--dtype", "bfloat16"], None),
+        ("bfloat16", "xla", [], "recipes in bfloat16 run flash attention .* --attention flash"),
+        ("float32", "flash", [], "recipes in float32 run XLA's attention .* --attention xla"),
+        ("bfloat16", "flash", ["--dtype", "float32"], "in float32 run XLA's attention"),
+    ],
+)
+def test_a_plan_has_the_attention_that_the_recipe_runs_in_its_dtype(
+    dtype, attention, flags, told, tmp_path, capsys
+):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps([PLAN | {"dtype": dtype, "attention": attention}]))
+    command = ["--plan", str(path), "--image", "a", "recipes/gpt.py", *flags]
+    if told is None:
+        main(command)
+        assert f'- "{flags[1] if flags else dtype}"\n' in capsys.readouterr().out
+    else:
+        with pytest.raises(ValueError, match=told):
+            main(command)
+
+
 def test_a_flag_without_effect_is_told_though_it_has_its_default(capsys):
     main(["--kind", "trainjob", *FLAGS, "--max-restarts", "10", "recipes/gpt.py"])
     assert "not used by --kind trainjob: --max-restarts" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import random
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -566,7 +567,7 @@ def test_recomputing_scores_alone_is_told_where_it_needs_less_than_no_recomputat
     attention, is_told, monkeypatch
 ):
     monkeypatch.setattr(ranking, "COUNT", 20)
-    shape = transformer_shape(SMALL)
+    shape = transformer_shape(dataclasses.replace(SMALL, compute_dtype="bfloat16"))
     shape = shape if attention == "xla" else shape.remake(attention=attention)
     given = shape, cluster("h100"), 64, optax.adam(1e-4), "spmd", Assumptions()
     choice = Choice(data=4, stage=2, remat=True, num_microbatches=4)
@@ -1504,6 +1505,19 @@ def test_attention_that_sequences_over_context_need_is_named_beside_any_mesh(fix
     assert main([*args, *fixed, "--attention", "xla"]) == 2
     assert capsys.readouterr().err.strip().endswith("by flag --attention flash.")
     assert main([*args, *fixed, "--attention", "flash", "--top", "1"]) == 0
+
+
+def test_flash_attention_of_a_model_in_float32_is_refused(monkeypatch, capsys):
+    """No such kernel is there: a run stores the scores."""
+    config = dataclasses.replace(SMALL, compute_dtype="float32")
+    configs = {"WIDE": config, "NARROW": dataclasses.replace(config, compute_dtype="bfloat16")}
+    monkeypatch.setitem(sys.modules, "of_test", SimpleNamespace(**configs))
+    given = ["plan", *HELD, "--attention", "flash", "--model"]
+    assert main([*given, "of_test:WIDE"]) == 2
+    told = "is a kernel for 16 bits; got --attention flash and a compute_dtype of float32. Choose --attention xla"
+    assert told in capsys.readouterr().err
+    assert main([*given, "of_test:NARROW"]) == 0
+    assert main(["plan", *HELD, "--attention", "xla", "--model", "of_test:WIDE"]) == 0
 
 
 HELD = (

@@ -46,6 +46,7 @@ from jaxpar.huggingface.folder import (
 from jaxpar.huggingface.from_codes import decoded, in_codes_of
 from jaxpar.huggingface.params import ParamSlice, check_dtype, specs_of, tensors_of
 from jaxpar.huggingface.peft import merge_factors
+from jaxpar.huggingface.tokenizer import end_of_tokenizer
 from jaxpar.layered_model import LAYERS, is_packed
 from jaxpar.models.transformer import TransformerConfig, param_table
 from jaxpar.runtime.coordination import exchange
@@ -372,7 +373,7 @@ def _tensors_of(folder: Path) -> dict[str, np.ndarray]:
 
 
 def stop_tokens(folder: Path | str) -> tuple[int, ...]:
-    """Returns the tokens that end a text, from generation_config.json, else from config.json; none if neither has any."""
+    """Returns the tokens that end a text: of generation_config.json, else of config.json, else the tokenizer's eos_token."""
     for name in (GENERATION, CONFIG):
         if (Path(folder) / name).exists():
             found = read_json(file_inside(folder, name)).get("eos_token_id")
@@ -393,7 +394,8 @@ def stop_tokens(folder: Path | str) -> tuple[int, ...]:
                 )
             if tokens:
                 return tuple(tokens)
-    return ()
+    end = end_of_tokenizer(Path(folder))
+    return () if end is None else (end,)
 
 
 def copy_files(

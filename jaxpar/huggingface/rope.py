@@ -46,6 +46,7 @@ def read_rope(read: Reader, max_positions: int) -> Rope:
     found = Rope(theta=read.positive("rope_theta", default=10_000.0))
     is_given = read.given.get("rope_theta") is not None
     thetas = {"rope_theta": found.theta} if is_given else {}
+    scalings: dict[str, RopeScaling | None] = {}
     for key in ("rope_scaling", "rope_parameters"):
         rope = read.given.get(key)
         rope = {} if rope is None else rope
@@ -76,8 +77,15 @@ def read_rope(read: Reader, max_positions: int) -> Rope:
             raise ValueError(
                 f"keys of one meaning must agree; got {thetas} in {read.path}. Correct one."
             )
-        if kind != "default":
-            found = replace(found, scaling=_scaling(kind, of_rope, max_positions))
+        scaling = None if kind == "default" else _scaling(kind, of_rope, max_positions)
+        if rope:
+            scalings[key] = scaling
+        if len(set(scalings.values())) > 1:
+            both = {name: read.given[name] for name in scalings}
+            raise ValueError(
+                f"keys of one meaning must agree; got {brief(both)} in {read.path}. Leave one of the two out."
+            )
+        found = replace(found, scaling=scaling or found.scaling)
     return found
 
 

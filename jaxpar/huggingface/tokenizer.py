@@ -62,6 +62,21 @@ def read_tokenizer(folder: Path) -> "FolderTokenizer":
     return FolderTokenizer(Path(folder))
 
 
+def end_of_tokenizer(folder: Path) -> int | None:
+    """Returns the ``eos_token`` of a folder's tokenizer, read without the tokenizers library; None if it names none."""
+    if not has_tokenizer(folder) or (text := _text_of(_settings(folder).get("eos_token"))) is None:
+        return None
+    file = read_json(file_inside(folder, TOKENIZER))
+    model, added = file.get("model"), file.get("added_tokens")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    found = dict(vocab) if isinstance(vocab, dict) else {}
+    for each in added if isinstance(added, list) else []:
+        if isinstance(each, dict):
+            found[each.get("content")] = each.get("id")
+    token = found.get(text)
+    return token if type(token) is int and token >= 0 else None
+
+
 class FolderTokenizer(Tokenizer):
     """A tokenizer of a folder, with its chat templates.
 

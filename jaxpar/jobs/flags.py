@@ -176,10 +176,12 @@ def check_recipe(plan: PlannedSettings, command: Sequence[str]) -> None:
             f"recipes run a pipeline with executor=spmd; got a plan for executor={plan.executor}, ranked by free-running "
             "time. Plan again with --executor spmd."
         )
-    if plan.attention not in (None, "flash"):
+    dtype = flag_value(command, "--dtype") or plan.dtype
+    runs, of = ("xla", "XLA's") if dtype == "float32" else ("flash", "flash")
+    if plan.attention not in (None, runs):
         raise ValueError(
-            f"recipes in bfloat16 run flash attention on GPUs; got a plan for attention={plan.attention}. Plan again with "
-            "--attention flash."
+            f"recipes in {dtype} run {of} attention on GPUs; got a plan for attention={plan.attention}. Plan again with "
+            f"--attention {runs}."
         )
     if plan.init_from is not None and flag_value(command, "--init-from") is None:
         raise ValueError(

@@ -109,7 +109,8 @@ class HeadParts:
         )
 
     def _joined(self, part: jax.Array) -> jax.Array:
-        return part.reshape(*part.shape[: self.dim], -1, *part.shape[self.dim + 2 :])
+        blocks, each = part.shape[self.dim : self.dim + 2]
+        return part.reshape(*part.shape[: self.dim], blocks * each, *part.shape[self.dim + 2 :])
 
 
 def find_parts(

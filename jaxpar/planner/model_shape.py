@@ -186,6 +186,12 @@ def transformer_shape(
         )
         if "attention" not in changes and jnp.dtype(config.compute_dtype).itemsize == 2:
             config = replace(config, attention=flash_attention)
+    if config.attention is flash_attention and jnp.dtype(config.compute_dtype).itemsize != 2:
+        raise ValueError(
+            f"flash attention is a kernel for 16 bits; got {arg(attention='flash')} and a compute_dtype of "
+            f'{jnp.dtype(config.compute_dtype).name}. Choose {arg(attention="xla")}, or compute_dtype="bfloat16" in the '
+            "TransformerConfig."
+        )
     if is_planned and config.attention in ("cudnn", flash_attention):
         config = replace(config, attention=planned_attention)
     given: dict[str, Any] = {

@@ -8,15 +8,12 @@ from typing import Any, Literal, TypeVar
 import jax
 import numpy as np
 import optax
-from optax import contrib
 
 from jaxpar.fields import check_at_least, check_not_negative, check_positive, check_share
-from jaxpar.layered_model import OUTER
+from jaxpar.run import muon
 from jaxpar.run.flags import CommonFlags, RunFlags
 from jaxpar.run.messages import say
 
-# Of an update before the learning rate, as AdamW's is about (Liu et al. 2025, arXiv 2502.16982, section 2.2).
-MUON_RMS = 0.2
 USED_BY = dict.fromkeys(("beta1", "beta2", "epsilon", "weight_decay"), ("adamw", "muon")) | {
     "momentum": ("sgd", "muon")
 }
@@ -36,8 +33,8 @@ class OptimizerFlags:
     """The optimizer and its learning rate.
 
     Attributes:
-        optimizer: AdamW; SGD with --momentum; or Muon for the weights of layers, with AdamW for embeddings, head, biases and
-            norms.
+        optimizer: AdamW; SGD with --momentum; or Muon for the weights of layers, with AdamW for embeddings, head, routers,
+            biases and norms.
         learning_rate_schedule: After the warmup the learning rate falls along a cosine or a line to the end of the run, stays
             constant, or stays and then falls along a line in the last --decay-steps (wsd: warmup, stable, decay).
         final_learning_rate: Learning rate at the end of the run, after the last step. None: a tenth of --learning-rate.
@@ -97,18 +94,14 @@ def make_optimizer(flags: OptimizedFlags) -> optax.GradientTransformation:
         return optax.sgd(rate, momentum=momentum or None)
     if own.optimizer == "adamw":
         return optax.adamw(rate, *betas, eps=own.epsilon, weight_decay=decay, mask=is_weight)
-    of_adam = dict(zip(("adam_b1", "adam_b2"), betas, strict=True))
-    direction = contrib.muon(
-        1.0,
-        beta=momentum,
-        eps=own.epsilon,
-        consistent_rms=MUON_RMS,
-        muon_weight_dimension_numbers=matrices,
-        **of_adam,
-    )
-    # The direction is one to subtract already, so that what it adds for weight decay is negative.
+    directions = {
+        "muon": muon.scale_by_muon(momentum, own.epsilon),
+        "adam": optax.scale_by_adam(*betas, eps=own.epsilon),
+    }
     return optax.chain(
-        direction, optax.add_decayed_weights(-decay, is_weight), optax.scale_by_schedule(rate)
+        optax.partition(directions, muon.labels),
+        optax.add_decayed_weights(decay, is_weight),
+        optax.scale_by_learning_rate(rate),
     )
 
 
@@ -162,34 +155,6 @@ def is_weight(params: dict) -> dict:
         ),
         params,
     )
-
-
-# Dims of the inputs and outputs of a transformer's weights (jaxpar/models/transformer/params.py), after the dim of layers. The
-# others number matrices: queries, keys and values are matrices of their own, as are gate and up.
-MATRICES = {
-    "w_qkv": ((1,), (2, 4)),
-    "w_out": ((1, 2), (3,)),
-    "w_up": ((1,), (3,)),
-    "w_down": ((1,), (2,)),
-}
-MATRICES |= dict.fromkeys(("w_expert_gate", "w_expert_up", "w_expert_down"), ((2,), (3,)))
-
-
-def matrices(params: Any) -> Any:
-    """Returns for each parameter which of its dims make the matrices that Muon orthogonalizes; None: AdamW updates it."""
-
-    def dims(path: tuple, _: Any) -> contrib.MuonDimensionNumbers | None:
-        found, is_alone = (
-            MATRICES.get(_name(path)),
-            path[0].key == OUTER,
-        )  # not stacked: a leading dense layer
-        if found is None:
-            return None
-        return contrib.MuonDimensionNumbers(
-            *(tuple(dim - is_alone for dim in each) for each in found)
-        )
-
-    return jax.tree_util.tree_map_with_path(dims, params)
 
 
 def _name(path: tuple) -> str:

@@ -8,8 +8,8 @@ shardings of the optimizer's state and the calls of the optimizer; `state_checks
 and `packed_optimizers.py` that an optimizer makes the same of layers which a pipeline has in another order.
 
 `checks.py` refuses params and batches that do not fit before anything is compiled. `traced_loss.py` traces model and loss, for
-operations that cannot run on the mesh and for the weight of a batch. `loss_checks.py` checks what a loss returns,
-`row_checks.py` that no row depends on others and that the loss is a sum over them, `position_checks.py` the same of positions
-over `context`, `purity.py` that model and loss have the same numbers in each trace. `split_check.py` measures on a device what
-these prove from traces.
+operations that cannot run on the mesh and for the weight of a batch, and `unread.py` finds the params that outputs do not
+depend on. `loss_checks.py` checks what a loss returns, `row_checks.py` that no row depends on others and that the loss is a sum
+over them, `position_checks.py` the same of positions over `context`, `purity.py` that model and loss have the same numbers in
+each trace. `split_check.py` measures on a device what these prove from traces.
 """

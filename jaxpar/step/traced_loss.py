@@ -5,7 +5,7 @@ loss_sum is then ``1 / total weight``, as it is for the ratio of the two on one 
 linear in its cotangent, because it clips or rounds gradients, returns the same values on every mesh.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from jaxpar._compat import equations, has_reference_effects, opened, partial_eval
+from jaxpar._compat import equations, has_reference_effects
 from jaxpar.backward.graph import trace
 from jaxpar.data_parallel import accumulate, microbatch_shapes
 from jaxpar.fields import arg
@@ -27,6 +27,7 @@ from jaxpar.pipeline.control_flow import is_maskable
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.sharding import path_string
 from jaxpar.step.purity import check_same_traces, second_trace
+from jaxpar.step.unread import is_read, unread_of_layers
 from jaxpar.trainable import only_trained, with_trained
 
 Loss = Callable[[PyTree, PyTree], tuple]
@@ -141,16 +142,19 @@ def trace_loss(
             )
         with jax.numpy_dtype_promotion("standard"):
             mean = jax.eval_shape(lambda *given: jnp.divide(*loss(*given)[:2]), outputs, microbatch)
-        count, is_read = len(jax.tree.leaves(params)), _is_read(traced)
+        count, is_read_by = len(jax.tree.leaves(params)), is_read(traced)
         leaves = jax.tree_util.tree_leaves_with_path(microbatch)
-        by_either = map(any, zip(is_read[count:], _is_read(of_loss)[-len(leaves) :], strict=True))
+        by_either = map(any, zip(is_read_by[count:], is_read(of_loss)[-len(leaves) :], strict=True))
         of_batch = zip(leaves, by_either, strict=True)
+        unread = {index for index in range(count) if not is_read_by[index]}
+        if isinstance(model, LayeredModel):
+            unread |= unread_of_layers(model, params, microbatch)
         of_rows = lambda rows: accumulate(weight, rows, num_microbatches)
         return TracedLoss(
             of_rows,
             mean.dtype,
             manual_axes,
-            tuple(index for index in range(count) if not is_read[index]),
+            tuple(sorted(unread)),
             tuple(path_string(path) for (path, _), read in of_batch if not read),
             is_maskable=is_maskable(operations),
         )
@@ -206,12 +210,6 @@ def _can_be_traced(
     except Exception:
         return False
     return True
-
-
-def _is_read(jaxpr: Any) -> Sequence[bool]:
-    """Returns of each input of a jaxpr whether its outputs depend on it."""
-    inner = opened(jaxpr)
-    return partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))[1]
 
 
 def _of_batch_alone(
