@@ -95,6 +95,7 @@ def test_what_is_written_agrees_with_itself(kind):
         ("trainjob", "main numProcPerNode", 8, "numProcPerNode must be 1, since a pod is one process of the run, with all"),
         ("trainjob", "metadata name", "a" * 60, "a pod's name must have at most 63 letters; got 'aaa"),
         ("service", "pod restartPolicy", "Never", "restartPolicy of a Deployment's pods must be Always; got Never. Leave it"),
+        ("service", "spec strategy", {"type": "Recreate", "rollingUpdate": {"maxSurge": 1}}, "not be beside type: Recre"),
         ("trainjob", "main numNodes", 3, "16 devices, and 3 pods with nvidia.com/gpu 8, 24 devices. Make them equal."),
         ("trainjob", "pod containers node volumeMounts checkpoints mountPath", "/data",
          "a folder in the command of spec.trainer must be in a volume; got /checkpoints/gpt, and mounts at /compiled, /data"),

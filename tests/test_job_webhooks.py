@@ -135,6 +135,7 @@ def test_claims_that_a_job_set_makes_are_volumes_of_its_pods():
         ("jobset", "job successPolicy", {"rules": [{"succeededCount": 1}]}, "ends the other pods once some have succee"),
         ("jobset", "job ttlSecondsAfterFinished", 0, "deletes a Job that has ended, which its JobSet may make and trai"),
         ("trainjob", "main env +", {"name": "JAX_PROCESS_ID", "value": "0"}, "spec.trainer.env has JAX_PROCESS_ID: Trainer's"),
+        ("jobset", "pod nodeName", "node1", "puts all 2 pods on the node node1, past the scheduler: those for which it has"),
     ],
 )  # fmt: skip
 def test_what_needs_more_of_a_cluster_or_ends_a_run_early_is_told(kind, place, value, message):

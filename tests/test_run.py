@@ -128,6 +128,12 @@ def test_errors_of_a_run_to_resume_name_the_arguments_of_a_script_that_has_no_fl
     assert refused(resume=True).endswith(
         "Name a run's folder by out_dir, or leave resume out to begin one."
     )
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
+    assert refused(resume=True).endswith(
+        "leave resume out to begin one, with overwrite=True for metrics.jsonl of 1 steps."
+    )
+    (tmp_path / "run" / "metrics.jsonl").unlink()
     state = jaxpar.init_state(target, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
     state = dataclasses.replace(state, step=state.step + 2)
     jaxpar.CheckpointManager(tmp_path / "run" / "checkpoints", mesh).save(

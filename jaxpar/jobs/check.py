@@ -281,6 +281,12 @@ def _check_deployment(manifest: Mapping[str, Any]) -> None:
         raise ValueError(
             f"restartPolicy of a Deployment's pods must be Always; got {policy}. Leave it out."
         )
+    strategy = spec.get("strategy") or {}
+    if strategy.get("type") == "Recreate" and strategy.get("rollingUpdate") is not None:
+        raise ValueError(
+            "spec.strategy.rollingUpdate of a Deployment must not be beside type: Recreate; got "
+            f"{strategy['rollingUpdate']}. Leave one of the two out."
+        )
     _check_containers(pod, "spec.template.spec")
     check_probes(pod["containers"], is_served=any(pods.served for pods in workloads(manifest)))
 

@@ -66,6 +66,11 @@ def _check_slices(pods: Workload) -> None:
 def placement_remarks(pods: Workload) -> Iterator[str]:
     """Yields a line if nothing sees to it that all pods with GPUs start, or that they are where they shall be."""
     is_placed = any(name.startswith(f"{KUEUE}/") for name in pods.annotations)
+    if pods.node and (pods.num_pods or 1) > 1:
+        yield (
+            f"nodeName in {pods.path} puts all {pods.num_pods} pods on the node {printable(pods.node)[:80]}, past the "
+            "scheduler: those for which it has no room fail. Leave it out, or choose nodes by nodeSelector"
+        )
     if pods.is_queued:
         return
     if is_placed:

@@ -73,6 +73,7 @@ class Workload:
         handlers: The probes and the hooks of the program's container.
         filled: The names of the volumes that other containers of a pod mount, which may write what the program reads.
         working_dir: The folder in which the program starts; "": that of the image.
+        node: The one node on which all of them run; "": a scheduler chooses.
     """
 
     kind: str
@@ -100,6 +101,7 @@ class Workload:
     handlers: Mapping[str, Any] = field(default_factory=dict)
     filled: frozenset[str] = frozenset()
     working_dir: str = ""
+    node: str = ""
 
     @property
     def is_of_runtime(self) -> bool:
@@ -351,6 +353,7 @@ def _of_program(
         | program.get("lifecycle", {}),
         filled=_mounted(pod, without=program),
         working_dir=program.get("workingDir", ""),
+        node=pod.get("nodeName") or "",
     )
 
 

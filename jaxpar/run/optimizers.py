@@ -1,7 +1,7 @@
 """Flags of an optimizer and its learning rate, and the optimizer that they ask for."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -94,7 +94,7 @@ def make_optimizer(flags: OptimizedFlags) -> optax.GradientTransformation:
         return optax.sgd(rate, momentum=momentum or None)
     if own.optimizer == "adamw":
         return optax.adamw(rate, *betas, eps=own.epsilon, weight_decay=decay, mask=is_weight)
-    directions = {
+    directions: dict[Hashable, optax.GradientTransformation] = {
         "muon": muon.scale_by_muon(momentum, own.epsilon),
         "adam": optax.scale_by_adam(*betas, eps=own.epsilon),
     }

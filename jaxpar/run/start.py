@@ -72,9 +72,11 @@ def _check_start(flags: RunFlags, checkpoints: CheckpointManager) -> None:
     """Raises FileNotFoundError or ValueError unless a run can begin in its folder, or resume there."""
     common, latest = flags.common, checkpoints.latest()
     if common.resume and not checkpoints.has_any():
+        found = folder.results(common.out_dir)
+        anew = f", with {switch('overwrite')} for {found[0]}" if found else ""
         raise FileNotFoundError(
             f"{switch('resume')} needs a checkpoint; got none in {checkpoints.directory}. Name a run's folder by "
-            f"{arg('out_dir')}, or leave {arg('resume')} out to begin one."
+            f"{arg('out_dir')}, or leave {arg('resume')} out to begin one{anew}."
         )
     if common.resume and latest is not None and latest > common.steps:
         raise ValueError(
