@@ -71,13 +71,13 @@ def labels(params: PyTree) -> PyTree:
 def _of_weight(path: tuple, momentum: jax.Array, eps: float) -> jax.Array:
     """Returns the direction of a weight from its momentum."""
     name, is_alone = path[-1].key, path[0].key == OUTER  # not stacked: a leading dense layer
-    dims = [tuple(dim - is_alone for dim in each) for each in MATRICES[name]]
+    inputs, outputs = (tuple(dim - is_alone for dim in each) for each in MATRICES[name])
     if name != W_QKV:
-        return _orthogonal(momentum, *dims, eps)
+        return _orthogonal(momentum, inputs, outputs, eps)
     axis = GROUP - is_alone
     group = momentum.shape[axis] - 2
     parts = jnp.split(momentum, (group, group + 1), axis)  # queries, keys, values
-    return jnp.concatenate([_orthogonal(part, *dims, eps) for part in parts], axis)
+    return jnp.concatenate([_orthogonal(part, inputs, outputs, eps) for part in parts], axis)
 
 
 def _orthogonal(
