@@ -659,7 +659,7 @@ def test_caches_are_made_again_where_examples_are_looked_through_for_more(tmp_pa
         name for name in vars(examples) if name.isupper() and isinstance(vars(examples)[name], str)
     }
     assert (corpus.LOOKED_FOR, remarks) == (
-        7,
+        8,
         {
             *(
                 "EMPTY",
@@ -668,6 +668,7 @@ def test_caches_are_made_again_where_examples_are_looked_through_for_more(tmp_pa
                 "NOT_AN_ANSWER",
                 "UNANSWERED",
                 "JOINED",
+                "UNKNOWN",
                 "FURTHER",
             )
         },
@@ -675,7 +676,7 @@ def test_caches_are_made_again_where_examples_are_looked_through_for_more(tmp_pa
     call = {"function": {"name": "f", "arguments": "{"}}
     file = write_lines(tmp_path / "a.jsonl", said("a", content="b", tool_calls=[call]))
     monkeypatch.setattr(examples, "_odd", lambda *args, **given: ())  # as an earlier version
-    monkeypatch.setattr(corpus, "LOOKED_FOR", 6)
+    monkeypatch.setattr(corpus, "LOOKED_FOR", 7)
     read = lambda: tokenise([file], WordTokenizer(), tmp_path / "cache").remarks
     assert read() == ()
     monkeypatch.undo()

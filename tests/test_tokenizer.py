@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpar.data.corpus import tokenise
-from jaxpar.data.examples import _read_arguments
+from jaxpar.data.tool_arguments import read_arguments
 from jaxpar.huggingface import chat_template, tokenizer
 from jaxpar.huggingface.export import copy_files
 from jaxpar.huggingface.tokenizer import read_tokenizer
@@ -155,7 +155,7 @@ def test_arguments_of_a_call_are_objects_or_their_json_as_the_template_takes_the
 
 def test_arguments_that_are_no_object_stay_as_they_are():
     for text in ("Zürich", "[1]", "{", "[" * 100_000, '{"a": 1, "a": 2}', "\ud800"):
-        assert _read_arguments(text) == text
+        assert read_arguments(text) == text
 
 
 def test_a_question_ends_with_the_beginning_of_an_answer(folder):

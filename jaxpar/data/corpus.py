@@ -42,7 +42,7 @@ from jaxpar.runtime.output import FULL, fsync, printable, refusing
 FORMAT = "jaxpar tokens 2"
 MANIFEST, TOKENS, LEARNED, DOCUMENTS = "manifest.json", "tokens.bin", "learned.bin", "documents.npy"
 END, FILE, LINE, CHECKSUM = range(4)  # the columns of documents.npy
-LOOKED_FOR = 7  # raised when examples are looked through for more: caches whose remarks lack it are made again
+LOOKED_FOR = 8  # raised when examples are looked through for more: caches whose remarks lack it are made again
 PASSAGES_AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**23  # that are tokenised at once, whichever is fewer
 
 
@@ -388,7 +388,7 @@ def _encode(
                     f"{error} It is in {place_text(examples.files, *passage.place)}."
                 ) from error
         raise
-    examples.note_joined(passages, encoded)
+    examples.note_tokens(passages, encoded)
     for passage, (ids, ends) in zip(passages, encoded, strict=True):
         marks = np.full(len(ids), passage.learned is None, np.uint8)
         for first, last in passage.learned or ():

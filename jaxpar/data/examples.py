@@ -11,8 +11,7 @@ Other fields are ignored, and named by ``ignored``. A .json, .csv or .tsv withou
 """
 
 import codecs
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +32,12 @@ from jaxpar.data.readers import (
     unread_fields,
 )
 from jaxpar.data.text import Tokenizer
+from jaxpar.data.tool_arguments import (
+    called_functions,
+    read_arguments,
+    takes_objects,
+    with_arguments_read,
+)
 from jaxpar.data.unused_fields import UnusedFields
 from jaxpar.runtime.output import printable, refusing
 
@@ -52,6 +57,9 @@ ROLES = (
 )  # of the messages of published data
 JOINED = (
     "a token that reaches from the prompt into the completion, which the prompt alone does not have"
+)
+UNKNOWN = (
+    "characters that the tokenizer does not know: it leaves them out, or has one token for all"
 )
 MOST_ODD = 8
 FURTHER = "more that may not be meant, of kinds that are not named here"
@@ -107,6 +115,7 @@ class Examples:
     odd: dict[str, tuple[int, tuple[int, int]]] = field(default_factory=dict)
     _as_objects: dict[bool, bool] = field(default_factory=dict, init=False)
     _unused: UnusedFields = field(init=False)
+    _last_unknown: tuple[int, int] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._unused = UnusedFields(self.tokenizer.render)
@@ -233,10 +242,10 @@ class Examples:
         if has_more:
             self._count(FURTHER, place)
 
-    def note_joined(
+    def note_tokens(
         self, passages: Sequence[Passage], encoded: Sequence[tuple[np.ndarray, np.ndarray]]
     ) -> None:
-        """Notes prompts whose last token goes on in the completion, where the prompt alone has other tokens.
+        """Notes prompts whose last token goes on in the completion, and characters that the tokenizer does not know.
 
         Only prompts that such a token seems to end are tokenised again: some tokenizers leave out spaces between two tokens.
 
@@ -244,6 +253,7 @@ class Examples:
             passages: The passages.
             encoded: What the tokenizer's ``encode`` returns of their texts.
         """
+        self._note_unknown(passages)
         joined = []
         for passage, (ids, ends) in zip(passages, encoded, strict=True):
             of_text = ends >= 0
@@ -257,6 +267,13 @@ class Examples:
             if not np.array_equal(own, whole[: len(own)]):
                 self.note([JOINED], passage.place)
 
+    def _note_unknown(self, passages: Sequence[Passage]) -> None:
+        """Notes examples with characters that the tokenizer does not know, each example once."""
+        for passage in passages:
+            if passage.place != self._last_unknown and self.tokenizer.lost_in(passage.text):
+                self._last_unknown = passage.place
+                self.note([UNKNOWN], passage.place)
+
     def _count(self, what: str, place: tuple[int, int]) -> None:
         count, first = self.odd.get(what, (0, place))
         self.odd[what] = count + 1, first
@@ -268,54 +285,6 @@ def _reaches_over(ends: np.ndarray, border: int) -> bool:
     return at < len(ends) and (ends[at - 1] if at else 0) < border
 
 
-def takes_objects(render: Callable[[list[dict[str, Any]]], tuple[str, Any]]) -> bool:
-    """Returns whether a chat template takes arguments of calls as objects, not as strings of their JSON.
-
-    Args:
-        render: A tokenizer's ``render``, by the template of the conversations that are meant: those with tools may have one.
-    """
-    as_text, as_object = '{"argument": "value"}', {"argument": "value"}
-
-    def written(arguments: Any) -> str | None:
-        call = {
-            "id": "1",
-            "type": "function",
-            "function": {"name": "f", "arguments": arguments},
-        }
-        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-        with suppress(ValueError):
-            return render([{"role": "user", "content": "a"}, answer])[0]
-        return None
-
-    takes_text = as_text in (written(as_text) or "")
-    return not takes_text and written(as_object) is not None
-
-
-def with_arguments_read(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message whose calls of tools have as objects what they have as strings of JSON, as OpenAI has arguments."""
-    found = copy.deepcopy(dict(message))
-    for call in _calls(found):
-        if isinstance(call.get("arguments"), str):
-            call["arguments"] = _read_arguments(call["arguments"])
-    return found
-
-
-def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the functions that a message calls."""
-    calls = message.get("tool_calls")
-    calls = [each for each in calls if isinstance(each, dict)] if isinstance(calls, list) else []
-    functions = [each.get("function", each) for each in calls]
-    return [each for each in functions if isinstance(each, dict)]
-
-
-def _read_arguments(text: str) -> Any:
-    """Returns the object of which a text is the JSON; the text if it is not of one."""
-    with suppress(ValueError):
-        if isinstance(found := parse_json(text.encode(), "arguments"), dict):
-            return found
-    return text
-
-
 def _odd(message: Mapping[str, Any], *, takes_calls: bool) -> Iterator[str]:
     """Yields what of a message is learned but may not be meant."""
     role, has_calls = message["role"], takes_calls and message.get("tool_calls")
@@ -323,8 +292,8 @@ def _odd(message: Mapping[str, Any], *, takes_calls: bool) -> Iterator[str]:
         yield f"messages of the role {printable(repr(role))[:80]}"
     if role == "assistant" and not (message["content"].strip() or has_calls):
         yield EMPTY
-    given = [call.get("arguments") for call in (_calls(message) if has_calls else ())]
-    if any(isinstance(text, str) and isinstance(_read_arguments(text), str) for text in given):
+    given = [call.get("arguments") for call in (called_functions(message) if has_calls else ())]
+    if any(isinstance(text, str) and isinstance(read_arguments(text), str) for text in given):
         yield UNREADABLE
 
 

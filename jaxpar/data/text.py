@@ -455,6 +455,10 @@ class Tokenizer(ABC):
             return tokens[: of_text[-1] + 1], ends[: of_text[-1] + 1]
         return tokens, ends
 
+    def lost_in(self, text: str) -> str:
+        """Returns the characters of a text that the tokenizer does not know: it leaves them out, or has one token for all."""
+        return ""
+
     @abstractmethod
     def decode(self, tokens: np.ndarray, *, special: bool = False) -> str:
         """Returns the text of tokens, that of special ones too if they are to be shown."""

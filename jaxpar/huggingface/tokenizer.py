@@ -38,6 +38,7 @@ BY_NAME, WITHOUT_NAMES = (
     ("additional_special_tokens", "extra_special_tokens"),
 )
 REPLACEMENT = "\ufffd"  # in the text of bytes that are no whole character
+NOWHERE = "\U0010fffd"  # a character for private use
 _FALLBACK = re.compile("<0x([0-9A-F]{2})>")  # a byte of SentencePiece
 # The bytes by the characters that stand for them in byte-level BPE: those that can be printed for themselves, and others.
 _PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
@@ -111,6 +112,14 @@ class FolderTokenizer(Tokenizer):
             "|".join(re.escape(t.content) for t in added.values() if t.special and t.content)
             or "(?!)"
         )
+        # Of a character that no tokenizer knows but by its bytes.
+        probe = self._tokenizer.encode(NOWHERE, add_special_tokens=False).ids
+        is_known = NOWHERE in self._tokenizer.decode(probe, skip_special_tokens=False)
+        self._unknown = frozenset(
+            token for token in probe if not is_known and self.text_of(token).strip()
+        )
+        self._looked_at: set[str] = set()
+        self._odd: set[str] = set()
         special = _special_texts(settings)
         self.folder, self.has_chat_template = folder, DEFAULT in sources
         self._templates = {
@@ -156,6 +165,34 @@ class FolderTokenizer(Tokenizer):
                 ends[np.array(encoding.special_tokens_mask, bool)] = -1
                 found[i] = np.array(encoding.ids, np.int64), ends
         return found
+
+    def lost_in(self, text: str) -> str:
+        """Returns the characters of a text that the tokenizer does not know, each once; looks at few texts twice for it."""
+        self._look_at({*text} - self._looked_at)
+        if self._odd.isdisjoint(text):
+            return ""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        known, shows = (
+            np.zeros(len(text), bool),
+            {each: self._shows(each) for each in {*encoding.ids}},
+        )
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            known[start:end] |= shows[token]  # one for a space may cover what is left out behind it
+        lost = (text[at] for at in np.flatnonzero(~known))
+        return "".join(dict.fromkeys(each for each in lost if each in self._odd))
+
+    def _look_at(self, characters: set[str]) -> None:
+        """Finds those of which no token shows anything; a longer token may have them all the same."""
+        self._looked_at |= characters
+        read = sorted(each for each in characters if each.isprintable() and not each.isspace())
+        for each, encoding in zip(
+            read, self._tokenizer.encode_batch(read, add_special_tokens=False), strict=True
+        ):
+            if not any(map(self._shows, encoding.ids)):
+                self._odd.add(each)
+
+    def _shows(self, token: int) -> bool:
+        return token not in self._unknown and bool(self.text_of(token).strip())
 
     def decode(self, tokens: np.ndarray, *, special: bool = False) -> str:
         """Returns the text of tokens, ``special``: of special ones too; tokens of padding rows of the embedding have none."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.data.examples import takes_objects, with_arguments_read
 from jaxpar.data.left_out import roles_left_out
+from jaxpar.data.tool_arguments import takes_objects, with_arguments_read
 from jaxpar.huggingface.tokenizer import FolderTokenizer
 from jaxpar.runtime.output import tell
 from jaxpar.serve.bodies import MAX_ROWS, ChatBody, ChatMessage, CompletionBody, Generation

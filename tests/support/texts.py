@@ -58,6 +58,9 @@ class WordTokenizer:
     def uses(self, name, *, has_tools=False):
         return name in ("tool_calls", "tools")
 
+    def lost_in(self, text):
+        return ""
+
     def special_in(self, text):
         return {word for word in text.split() if word.startswith("<|")}
 
