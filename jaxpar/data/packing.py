@@ -297,5 +297,5 @@ def fit(
     raise ValueError(
         f"an example with a prompt must fit in a row of seq + 1 tokens; got {arg(seq=seq)} and {len(too_long)} longer "
         f"examples, the first of {int(sizes[0])} tokens in {place}. Choose {arg(seq=enough(sizes))}, or "
-        f"{arg(long_examples='drop')} to leave them out."
+        f"{arg(long_examples='drop')} to leave them out, as for a model that takes no longer rows."
     )
