@@ -30,6 +30,7 @@ def make(folder, kind):
             vocab=numbers | byte_tokens, merges=[], byte_fallback=True, unk_token="<unk>"
         ),
         "lower": lambda: models.BPE(vocab=numbers, merges=[]),
+        "refuses": lambda: models.WordLevel(numbers, unk_token="[UNK]"),
     }[kind]
     tokenizer = Tokenizer(of())
     if kind == "lower":
@@ -55,6 +56,7 @@ def make(folder, kind):
         ("lower", "AB ab", ""),
         ("without", "AB ab", "AB"),
         ("without", "", ""),
+        ("refuses", "a b ab", ""),
         ("without", " \n\t\u200b\ufeff", ""),
     ],
 )

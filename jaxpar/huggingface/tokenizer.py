@@ -7,6 +7,7 @@ config.json              the id of the token that ends a text, if tokenizer_conf
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,15 +68,18 @@ def end_of_tokenizer(folder: Path) -> int | None:
     """Returns the ``eos_token`` of a folder's tokenizer, read without the tokenizers library; None if it names none."""
     if not has_tokenizer(folder) or (text := _text_of(_settings(folder).get("eos_token"))) is None:
         return None
-    file = read_json(file_inside(folder, TOKENIZER))
-    model, added = file.get("model"), file.get("added_tokens")
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    found = dict(vocab) if isinstance(vocab, dict) else {}
-    for each in added if isinstance(added, list) else []:
-        if isinstance(each, dict):
-            found[each.get("content")] = each.get("id")
-    token = found.get(text)
-    return token if type(token) is int and token >= 0 else None
+    path = file_inside(folder, TOKENIZER)
+    check_size(path, MAX_TOKENIZER_BYTES, TOKENIZER)
+    kinds = (ValueError, RecursionError, LookupError, TypeError, AttributeError)
+    rule = f"{TOKENIZER} must be a tokenizer of the tokenizers library"
+    with refusing(kinds, rule, path, "Download it again."):
+        file = json.loads(path.read_bytes())
+        for each in file.get("added_tokens") or ():
+            if each["content"] == text:
+                return int(each["id"])
+        vocab = (file.get("model") or {}).get("vocab")
+        token = vocab.get(text) if isinstance(vocab, dict) else None
+        return None if token is None else int(token)
 
 
 class FolderTokenizer(Tokenizer):
@@ -113,7 +117,7 @@ class FolderTokenizer(Tokenizer):
             or "(?!)"
         )
         # Of a character that no tokenizer knows but by its bytes.
-        probe = self._tokenizer.encode(NOWHERE, add_special_tokens=False).ids
+        probe = self._tokens_of(NOWHERE) or []
         is_known = NOWHERE in self._tokenizer.decode(probe, skip_special_tokens=False)
         self._unknown = frozenset(
             token for token in probe if not is_known and self.text_of(token).strip()
@@ -184,12 +188,17 @@ class FolderTokenizer(Tokenizer):
     def _look_at(self, characters: set[str]) -> None:
         """Finds those of which no token shows anything; a longer token may have them all the same."""
         self._looked_at |= characters
-        read = sorted(each for each in characters if each.isprintable() and not each.isspace())
-        for each, encoding in zip(
-            read, self._tokenizer.encode_batch(read, add_special_tokens=False), strict=True
-        ):
-            if not any(map(self._shows, encoding.ids)):
+        for each in characters:
+            tokens = self._tokens_of(each) if each.isprintable() and not each.isspace() else None
+            if tokens is not None and not any(map(self._shows, tokens)):
                 self._odd.add(each)
+
+    def _tokens_of(self, character: str) -> list[int] | None:
+        """Returns the tokens of a character alone; None where the library has an error for one that it does not know."""
+        try:
+            return self._tokenizer.encode(character, add_special_tokens=False).ids
+        except Exception:  # the library raises no other kind
+            return None
 
     def _shows(self, token: int) -> bool:
         return token not in self._unknown and bool(self.text_of(token).strip())

@@ -176,8 +176,8 @@ def check_recipe(plan: PlannedSettings, command: Sequence[str]) -> None:
             f"recipes run a pipeline with executor=spmd; got a plan for executor={plan.executor}, ranked by free-running "
             "time. Plan again with --executor spmd."
         )
-    dtype = flag_value(command, "--dtype") or plan.dtype
-    runs, of = ("xla", "XLA's") if dtype == "float32" else ("flash", "flash")
+    dtype = flag_value(command, "--dtype") or plan.dtype or "bfloat16"
+    runs, of = ("flash", "flash") if dtype == "bfloat16" else ("xla", "XLA's")
     if plan.attention not in (None, runs):
         raise ValueError(
             f"recipes in {dtype} run {of} attention on GPUs; got a plan for attention={plan.attention}. Plan again with "

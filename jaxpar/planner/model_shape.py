@@ -176,6 +176,11 @@ def transformer_shape(
             the shapes are those to compile for GPUs.
         **changes: Fields of the configuration to change. Unless they are among these, a preset's ``compute_dtype`` is bfloat16
             and its vocabulary is padded to a multiple of 128 (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+
+    Raises:
+        TypeError: ``config`` is neither a name nor a configuration.
+        ValueError: A model without such a preset; flash attention of another dtype than one of 16 bits; rows of no token;
+            ``quantize`` without ``lora``, or of a model with experts.
     """
     kinds, rule = (str, transformer.TransformerConfig), "a preset's name or a TransformerConfig"
     check_kind(kinds, rule, "Describe a model of your own as a ModelShape.", config=config)
