@@ -59,15 +59,19 @@ def _uncounted(part: Partition) -> Iterator[str]:
 
 
 def _of_layer(analysis: Analysis) -> Iterator[str]:
-    shards, graph, values = analysis.shards, analysis.split.graph, analysis.split.values
-    part, cuts = analysis.layer, _between_layers(analysis)
+    shards, split = analysis.shards, analysis.split
+    values = split.values
+    part = analysis.layer
+    cuts = _between_layers(analysis)
     of_floats = _floats(analysis, cuts)
     if any(cut is not None for cut in cuts):
         # Layers follow each other: each takes what the one before returns, and the cotangent of that.
-        taken = dict(zip([*values["x"], *values["ct"]], [*cuts, *of_floats], strict=True))
-        part = shards.partition(graph, values["params"], taken, RULES)
+        taken = dict(zip(values["x"], cuts, strict=True))
+        taken |= dict(zip(values["ct"], of_floats, strict=True))
+        part = shards.partition(split.graph, values["params"], taken, RULES)
     yield from map(_told, part.guessed)
-    if _cuts_of(part, [*values["y"], *values["dx"]]) != [*cuts, *of_floats]:
+    given, back = _cuts_of(part, values["y"]), _cuts_of(part, values["dx"])
+    if given != cuts or back != of_floats:
         yield ACTIVATIONS
     params = _trained(analysis, LAYERS)
     yield from _gradients(part, values["dp"], params, shards.cuts)
@@ -129,5 +133,6 @@ def _cuts_of(part: Partition, values: Sequence[int]) -> list[Cut]:
 
 
 def _told(node: Node, name: str = "") -> str:
+    name = name or node.name
     at = source_line(node.equation)
-    return f"{name or node.name} at {at}" if at else name or node.name
+    return f"{name} at {at}" if at else name

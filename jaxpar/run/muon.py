@@ -70,14 +70,19 @@ def labels(params: PyTree) -> PyTree:
 
 def _of_weight(path: tuple, momentum: jax.Array, eps: float) -> jax.Array:
     """Returns the direction of a weight from its momentum."""
-    name, is_alone = path[-1].key, path[0].key == OUTER  # not stacked: a leading dense layer
-    inputs, outputs = (tuple(dim - is_alone for dim in each) for each in MATRICES[name])
+    name = path[-1].key
+    is_alone = path[0].key == OUTER  # not stacked: a leading dense layer
+    inputs, outputs = MATRICES[name]
+    if is_alone:
+        inputs = tuple(dim - 1 for dim in inputs)
+        outputs = tuple(dim - 1 for dim in outputs)
     if name != W_QKV:
         return _orthogonal(momentum, inputs, outputs, eps)
     axis = GROUP - is_alone
     group = momentum.shape[axis] - 2
     parts = jnp.split(momentum, (group, group + 1), axis)  # queries, keys, values
-    return jnp.concatenate([_orthogonal(part, inputs, outputs, eps) for part in parts], axis)
+    found = [_orthogonal(part, inputs, outputs, eps) for part in parts]
+    return jnp.concatenate(found, axis)
 
 
 def _orthogonal(
@@ -88,5 +93,6 @@ def _orthogonal(
     alone = contrib.scale_by_muon(beta=0.0, eps=eps, nesterov=False, weight_dimension_numbers=dims)
     found: Any
     found, _ = alone.update(momentum, alone.init(momentum))
-    sizes = [math.prod(momentum.shape[dim] for dim in each) for each in (inputs, outputs)]
-    return RMS * math.sqrt(max(sizes)) * found
+    num_inputs = math.prod(momentum.shape[dim] for dim in inputs)
+    num_outputs = math.prod(momentum.shape[dim] for dim in outputs)
+    return RMS * math.sqrt(max(num_inputs, num_outputs)) * found
