@@ -5,7 +5,6 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxpar
@@ -192,7 +191,7 @@ def test_a_list_of_layers_lies_over_stage_at_rest_like_outer_params():
 
 @pytest.mark.full
 def test_training_steps_equal_those_of_one_device(x64):
-    mesh, optimizer, seed = jaxpar.make_mesh(data=2, stage=2), optax.adam(1e-2), tiny.fresh_seed()
+    mesh, optimizer, seed = jaxpar.make_mesh(data=2, stage=2), tiny.ADAM, tiny.fresh_seed()
     params, batch = make_cnn(seed)
     shardings = jaxpar.shardings_from_paths(params, mesh, {"**": jaxpar.replicated()})
     state = jaxpar.init_state(

@@ -68,7 +68,7 @@ def three_steps(mesh, optimizer, params, batches, *, num_microbatches=2):
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),
     "momentum": optax.sgd(0.1, momentum=0.9),
-    "adam": optax.adam(1e-2),
+    "adam": tiny.ADAM,
 }
 EACH_ONCE = zip(("adam", "sgd", "momentum", "adam"), LARGEST, strict=True)
 

@@ -56,7 +56,7 @@ def make_run(
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("data", "stage", "tensor", "zero"), quick(RUNS, 1))
 def test_loss_gradients_and_parameters_equal_one_device(x64, data, stage, tensor, zero):
-    seed, optimizer = tiny.fresh_seed(), optax.adam(1e-2)
+    seed, optimizer = tiny.fresh_seed(), tiny.ADAM
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
     settings = {"schedule": "zb-h1", "num_microbatches": 2}
     state, value_and_grad, _ = make_run(
