@@ -142,6 +142,7 @@ DRAWS = [
     ("gpt2+lora", 2, 2, 2, "1f1b", 4, 0, False),
     ("loop", 2, 2, 2, "1f1b", 4, 0, False),
     ("bloom", 4, 1, 2, "1f1b", 1, 3, True),
+    ("own", 1, 4, 2, "interleaved", 8, 0, True),  # a layer a chunk: R makes nothing for a next one
 ]
 MORE = [
     ("bloom", 4, 1, 2, "1f1b", 2, 0, "dots"),
@@ -154,6 +155,8 @@ MORE = [
     ("llama", 2, 1, 4, "1f1b", 2, 0, True),
     ("bloom", 2, 2, 2, "zb-h1", 2, 2, True),
     ("llama", 1, 2, 4, "interleaved", 4, 0, False),
+    ("llama", 1, 4, 2, "1f1b", 8, 0, True),
+    ("bloom", 1, 4, 2, "zb-h1", 8, 0, True),
     ("bloom", 1, 2, 4, "zb-v", 4, 0, False),
     ("own", 2, 4, 1, "gpipe", 4, 1, False),
     ("gpt2", 8, 1, 1, "1f1b", 1, 0, False),

@@ -52,7 +52,8 @@ class SplitLayer:
         values: The numbers in the graph of "params", "x", "ct", "y", "dx" and "dp", and of the values that are stored:
             "residuals_b", "residuals_w" and "cotangents_w". Those of x and y that are not floats have no ct and dx.
         plans: For each function the part of the graph that it runs. "again" is the backward pass from params, input and
-            cotangent alone, as ``jax.checkpoint`` runs it.
+            cotangent alone, as ``jax.checkpoint`` runs it, and "store" what XLA leaves of "forward_and_store" where nothing
+            reads y.
     """
 
     graph: Graph
@@ -316,6 +317,7 @@ def _make_plans(
     return {
         "forward": plan("params x", "y", parts.effects),
         "forward_and_store": plan("params x", "y residuals_b residuals_w", parts.effects),
+        "store": plan("params x", "residuals_b residuals_w"),
         "backward_input": plan(of_b, "dx cotangents_w", parts.effects_b),
         "backward_weights": plan("params residuals_w cotangents_w", "dp", parts.effects_w),
         "backward": plan(of_b, "dx dp", effects_back),

@@ -399,6 +399,8 @@ def layer_works(choice: Choice, analysis: Analysis) -> dict[str, Work]:
         plans = {"F": "forward", "B": "again" if again else "backward"}
     else:
         plans = plans_of_ops(recomputes=again, splits_backward=choice.splits_backward)
+        if again and choice.layout(analysis.shape.num_layers).positions_per_chunk == 1:
+            plans["R"] = "store"  # no layer of the chunk reads what this one returns
     return {op: analysis.works[plan] for op, plan in plans.items()}
 
 
