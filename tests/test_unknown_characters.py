@@ -6,6 +6,7 @@ import pytest
 
 from jaxpar.data.corpus import tokenise
 from jaxpar.huggingface.tokenizer import read_tokenizer
+from jaxpar.run.remarks import remark_on_prompt
 from tests.support.texts import write_lines, write_tokenizer
 
 pytest.importorskip("tokenizers")
@@ -64,6 +65,12 @@ def test_characters_that_no_token_shows_are_lost(kind, text, lost, tmp_path):
     tokenizer = make(tmp_path / kind, kind)
     for _ in range(2):
         assert tokenizer.lost_in(text) == lost
+
+
+def test_such_characters_of_a_prompt_are_told(tmp_path):
+    tokenizer = make(tmp_path / "without", "without")
+    assert "does not know '\u65e5' of --prompt" in remark_on_prompt("a\u65e5b\u65e5", tokenizer)
+    assert remark_on_prompt("ab", tokenizer) == remark_on_prompt(None, None) == ""
 
 
 @pytest.mark.parametrize("kind", ["unigram", "without", "fallback"])

@@ -43,6 +43,7 @@ from jaxpar.run.remarks import (
     remark_on_equal,
     remark_on_names,
     remark_on_others,
+    remark_on_prompt,
     remark_on_text,
 )
 
@@ -309,7 +310,7 @@ def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource,
     """Returns the rows to learn from and those held out, checked as far as can be before training."""
     of_documents = [part.checksums for part in data.parts if part.checksums is not None]
     of_all = [remark_on_names(flags.data), remark_on_text(flags.data)]
-    of_all += remark_on_equal(of_documents)
+    of_all += [*remark_on_equal(of_documents), remark_on_prompt(flags.prompt, data.tokenizer)]
     for remark in filter(None, [*(part.remark for part in data.parts), *of_all]):
         say(remark)
     rows = [part.rows(flags.seq, vocab_size) for part in data.parts]

@@ -18,7 +18,7 @@ from jaxpar.data.forms import kind_of
 from jaxpar.data.json_text import MAX_LINE_BYTES
 from jaxpar.data.packing import Documents
 from jaxpar.data.readers import find_files
-from jaxpar.data.text import is_held_out
+from jaxpar.data.text import Tokenizer, is_held_out
 from jaxpar.fields import arg
 from jaxpar.huggingface.export import CONFIG, GENERATION, stop_tokens
 from jaxpar.huggingface.tokenizer import REPLACEMENT, SETTINGS, FolderTokenizer
@@ -188,6 +188,17 @@ def remark_on_text(paths: Sequence[Path]) -> str:
     return (
         f"{_shown(found)}: an example a line, learned as plain text, names of fields and brackets too. Name the file .jsonl to "
         "learn its examples"
+    )
+
+
+def remark_on_prompt(prompt: str | None, tokenizer: Tokenizer | None) -> str:
+    """Returns what to say of characters of --prompt that the tokenizer does not know; "" if there are none."""
+    lost = tokenizer.lost_in(prompt) if prompt and tokenizer is not None else ""
+    if not lost:
+        return ""
+    return (
+        f"the tokenizer does not know {printable(repr(lost))} of --prompt: it leaves such characters out, or has one token for "
+        "all"
     )
 
 
