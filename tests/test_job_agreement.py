@@ -320,6 +320,7 @@ def test_pods_without_gpus_or_a_command_are_told_or_taken():
         ("jobset", "job podFailurePolicy rules 1 onExitCodes values", [77], "after a run that was asked to stop and has sav"),
         ("jobset", "spec failurePolicy", None, "spec has no failurePolicy: the first failure, and the first drained node, e"),
         ("jobset", "spec failurePolicy maxRestarts", None, "spec.failurePolicy has no maxRestarts: the first failure ends t"),
+        ("jobset", "spec failurePolicy maxRestarts", 0, "spec.failurePolicy has maxRestarts: 0: the first failure ends the"),
         ("jobset", "spec failurePolicy rules 0", None, "exit codes 2, 65, 74, 86 restart the job, though a run that ends wi"),
         ("jobset", "spec failurePolicy rules 0 action", "RestartJobSet", "exit codes 2, 65, 74, 86 restart the job, though"),
         ("jobset", "spec failurePolicy rules 1", None,

@@ -134,6 +134,7 @@ def test_claims_that_a_job_set_makes_are_volumes_of_its_pods():
          "tJobSetAndIgnoreMaxRestarts, unless it is on"),
         ("jobset", "job successPolicy", {"rules": [{"succeededCount": 1}]}, "ends the other pods once some have succee"),
         ("jobset", "job ttlSecondsAfterFinished", 0, "deletes a Job that has ended, which its JobSet may make and trai"),
+        ("jobset", "spec ttlSecondsAfterFinished", 0, "the JobSet is deleted as it ends, with its pods, their logs and why"),
         ("trainjob", "main env +", {"name": "JAX_PROCESS_ID", "value": "0"}, "spec.trainer.env has JAX_PROCESS_ID: Trainer's"),
         ("jobset", "pod nodeName", "node1", "puts all 2 pods on the node node1, past the scheduler: those for which it has"),
     ],

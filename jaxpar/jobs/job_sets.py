@@ -247,6 +247,11 @@ def job_set_remarks(manifest: Mapping[str, Any]) -> Iterator[str]:
             wanted = rule["action"].replace("RestartJob", "RestartJobSet")
             what = f"{rule['action']} in spec.failurePolicy.rules.{number}"
             yield _needs(what, "RestartJob", f"Write {wanted}")
+    if spec.get("ttlSecondsAfterFinished") == 0:
+        yield (
+            "spec.ttlSecondsAfterFinished is 0: the JobSet is deleted as it ends, with its pods, their logs and why it failed. "
+            "Write such as 86400"
+        )
     for number, job in enumerate(spec["replicatedJobs"]):
         yield from _of_ended_job(job["template"]["spec"], f"spec.replicatedJobs.{number}")
     for policy in spec.get("volumeClaimPolicies", []):

@@ -45,8 +45,9 @@ def restart_remarks(manifest: Mapping[str, Any]) -> Iterator[str]:
     if not policy:
         yield f"spec has no failurePolicy: the first failure, and the first drained node, ends the job. {REMEDY}"
         return
-    if "maxRestarts" not in policy:
-        yield "spec.failurePolicy has no maxRestarts: the first failure ends the job. Write such as 10"
+    if not policy.get("maxRestarts"):
+        has = "maxRestarts: 0" if "maxRestarts" in policy else "no maxRestarts"
+        yield f"spec.failurePolicy has {has}: the first failure ends the job. Write such as 10"
     yield from _unknown_patterns(policy)
     for job in manifest["spec"]["replicatedJobs"]:
         yield from _of_job(policy, job)
