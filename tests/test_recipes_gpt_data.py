@@ -819,3 +819,27 @@ def test_a_record_that_is_wrong_ends_a_run_with_code_65(run, folder, tmp_path, c
         r"must have from 2 to 49 input_ids, .*; got 99, 99, 99. .* It is record 502",
         capsys.readouterr().err,
     )
+
+
+def test_a_tokenizer_with_other_tokens_than_the_models_own_is_told(folder, tmp_path, capsys):
+    def told(change):
+        other = shutil.copytree(folder / "llama", tmp_path / change.__name__)
+        file = json.loads((other / "tokenizer.json").read_text())
+        change(file["model"]["vocab"])
+        (other / "tokenizer.json").write_text(json.dumps(file))
+        flags = DataFlags(
+            data=(folder / "lines.jsonl",), tokenizer=other, token_cache=tmp_path / "cache"
+        )
+        language_data.load_data(flags, folder / "llama")
+        return capsys.readouterr().out
+
+    def same(vocab):
+        vocab["another"] = len(vocab)
+
+    def exchanged(vocab):
+        vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+
+    assert told(same) == ""
+    assert re.match(
+        r"2 of the \d+ tokens of --tokenizer .* are others in .*llama, with", told(exchanged)
+    )

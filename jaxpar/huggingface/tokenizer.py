@@ -149,6 +149,12 @@ class FolderTokenizer(Tokenizer):
 
         return f"{self._digest.hexdigest()} tokenizers {tokenizers.__version__} end {self.end}"
 
+    def num_unlike(self, other: "FolderTokenizer") -> int:
+        """Returns how many of its tokens have the number of another token in ``other``."""
+        texts = {number: text for text, number in other._tokenizer.get_vocab().items()}
+        own = self._tokenizer.get_vocab().items()
+        return sum(texts.get(number, text) != text for text, number in own)
+
     def encode(
         self, texts: Sequence[str], *, begins: Sequence[bool]
     ) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -45,6 +45,7 @@ from jaxpar.run.remarks import (
     remark_on_others,
     remark_on_prompt,
     remark_on_text,
+    remark_on_tokenizer,
 )
 
 RECALL = Path("recall")  # of --data
@@ -273,12 +274,13 @@ def load_data(flags: DataFlags, init_from: Path | None = None, *, multiple: int 
     Raises:
         OSError, ValueError, ImportError: A file cannot be used; the message names it, and the line.
     """
-    folder = (
-        init_from
-        if flags.tokenizer is None and init_from and has_tokenizer(init_from)
-        else flags.tokenizer
-    )
+    own = init_from if init_from and has_tokenizer(init_from) else None
+    folder = flags.tokenizer or own
     tokenizer = None if folder is None else read_tokenizer(folder)
+    if tokenizer is not None and own not in (None, folder):
+        remark = remark_on_tokenizer(tokenizer, read_tokenizer(own))
+        if remark:  # before what is wrong with the examples, which it may explain
+            say(remark)
     if not flags.data:
         _check_reads_bytes(
             init_from,

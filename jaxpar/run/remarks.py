@@ -191,6 +191,17 @@ def remark_on_text(paths: Sequence[Path]) -> str:
     )
 
 
+def remark_on_tokenizer(tokenizer: FolderTokenizer, of_model: FolderTokenizer) -> str:
+    """Returns what to say of --tokenizer where that of --init-from has other tokens by the same numbers; "" if it has none."""
+    count = tokenizer.num_unlike(of_model)
+    if not count:
+        return ""
+    return (
+        f"{count:,} of the {tokenizer.vocab_size:,} tokens of --tokenizer {tokenizer.folder} are others in {of_model.folder}, "
+        "with which the model was trained. Leave --tokenizer out, unless the model is to learn this one anew"
+    )
+
+
 def remark_on_prompt(prompt: str | None, tokenizer: Tokenizer | None) -> str:
     """Returns what to say of characters of --prompt that the tokenizer does not know; "" if there are none."""
     lost = tokenizer.lost_in(prompt) if prompt and tokenizer is not None else ""
