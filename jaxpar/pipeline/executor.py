@@ -260,10 +260,21 @@ def _read_by_head(ends: Ends, outer: list, *, casts: bool) -> Outer:
     return {i: leaf.astype(ends.head_dtypes[i]) for i, leaf in read.items()}
 
 
-def plans_of_ops(*, recomputes: bool, splits_backward: bool) -> dict[str, str]:
-    """Returns which of ``SplitLayer.plans`` each kind of op of a schedule runs."""
+def plans_of_ops(
+    *, recomputes: bool, splits_backward: bool, has_next: bool = True
+) -> dict[str, str]:
+    """Returns which of ``SplitLayer.plans`` each kind of op of a schedule runs.
+
+    Args:
+        recomputes: Whether the schedule has R.
+        splits_backward: Whether it has W.
+        has_next: Whether another layer of the chunk reads what one returns that runs again; else XLA leaves that out.
+    """
     plans = {"F": "forward"}
-    plans["R" if recomputes else "F"] = "forward_and_store"
+    if recomputes:
+        plans["R"] = "forward_and_store" if has_next else "store"
+    else:
+        plans["F"] = "forward_and_store"
     if splits_backward:
         return plans | {"B": "backward_input", "W": "backward_weights"}
     return plans | {"B": "backward"}

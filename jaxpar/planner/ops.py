@@ -398,9 +398,10 @@ def layer_works(choice: Choice, analysis: Analysis) -> dict[str, Work]:
     if choice.stage == 1:
         plans = {"F": "forward", "B": "again" if again else "backward"}
     else:
-        plans = plans_of_ops(recomputes=again, splits_backward=choice.splits_backward)
-        if again and choice.layout(analysis.shape.num_layers).positions_per_chunk == 1:
-            plans["R"] = "store"  # no layer of the chunk reads what this one returns
+        has_next = choice.layout(analysis.shape.num_layers).positions_per_chunk > 1
+        plans = plans_of_ops(
+            recomputes=again, splits_backward=choice.splits_backward, has_next=has_next
+        )
     return {op: analysis.works[plan] for op, plan in plans.items()}
 
 

@@ -40,12 +40,9 @@ from jaxpar.run.messages import say
 from jaxpar.run.remarks import (
     AND,
     remark_on_ends,
-    remark_on_equal,
-    remark_on_names,
     remark_on_others,
-    remark_on_prompt,
-    remark_on_text,
     remark_on_tokenizer,
+    remarks_on_all,
 )
 
 RECALL = Path("recall")  # of --data
@@ -277,10 +274,8 @@ def load_data(flags: DataFlags, init_from: Path | None = None, *, multiple: int 
     own = init_from if init_from and has_tokenizer(init_from) else None
     folder = flags.tokenizer or own
     tokenizer = None if folder is None else read_tokenizer(folder)
-    if tokenizer is not None and own not in (None, folder):
-        remark = remark_on_tokenizer(tokenizer, read_tokenizer(own))
-        if remark:  # before what is wrong with the examples, which it may explain
-            say(remark)
+    if remark := remark_on_tokenizer(tokenizer, own):
+        say(remark)  # before what is wrong with the examples, which it may explain
     if not flags.data:
         _check_reads_bytes(
             init_from,
@@ -311,8 +306,7 @@ def load_data(flags: DataFlags, init_from: Path | None = None, *, multiple: int 
 def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource, RowSource]:
     """Returns the rows to learn from and those held out, checked as far as can be before training."""
     of_documents = [part.checksums for part in data.parts if part.checksums is not None]
-    of_all = [remark_on_names(flags.data), remark_on_text(flags.data)]
-    of_all += [*remark_on_equal(of_documents), remark_on_prompt(flags.prompt, data.tokenizer)]
+    of_all = remarks_on_all(flags.data, of_documents, flags.prompt, data.tokenizer)
     for remark in filter(None, [*(part.remark for part in data.parts), *of_all]):
         say(remark)
     rows = [part.rows(flags.seq, vocab_size) for part in data.parts]

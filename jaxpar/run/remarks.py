@@ -21,7 +21,7 @@ from jaxpar.data.readers import find_files
 from jaxpar.data.text import Tokenizer, is_held_out
 from jaxpar.fields import arg
 from jaxpar.huggingface.export import CONFIG, GENERATION, stop_tokens
-from jaxpar.huggingface.tokenizer import REPLACEMENT, SETTINGS, FolderTokenizer
+from jaxpar.huggingface.tokenizer import REPLACEMENT, SETTINGS, FolderTokenizer, read_tokenizer
 from jaxpar.runtime.output import printable
 
 AND = " and "  # between the checksums of several --data
@@ -160,6 +160,24 @@ def _remedy(names: Sequence[str], is_chat: bool, folder: Path) -> str:
     return f"{to_add} to {where}. "
 
 
+def remarks_on_all(
+    paths: Sequence[Path],
+    documents: Sequence[tuple[np.ndarray, np.ndarray]],
+    prompt: str | None,
+    tokenizer: Tokenizer | None,
+) -> list[str]:
+    """Returns what to say of all --data together, and of --prompt, some of it "".
+
+    Args:
+        paths: The --data.
+        documents: As for ``remark_on_equal``.
+        prompt: --prompt.
+        tokenizer: The tokenizer of the data.
+    """
+    of_paths = [remark_on_names(paths), remark_on_text(paths)]
+    return [*of_paths, *remark_on_equal(documents), remark_on_prompt(prompt, tokenizer)]
+
+
 def remark_on_names(paths: Sequence[Path]) -> str:
     """Returns what to say of several --data, one of which is there twice, or named as if it were held out; "" if none is."""
     if twice := [path for path in dict.fromkeys(paths) if paths.count(path) > 1]:
@@ -191,14 +209,16 @@ def remark_on_text(paths: Sequence[Path]) -> str:
     )
 
 
-def remark_on_tokenizer(tokenizer: FolderTokenizer, of_model: FolderTokenizer) -> str:
-    """Returns what to say of --tokenizer where that of --init-from has other tokens by the same numbers; "" if it has none."""
-    count = tokenizer.num_unlike(of_model)
+def remark_on_tokenizer(tokenizer: FolderTokenizer | None, own: Path | None) -> str:
+    """Returns what to say of a tokenizer where that in the model's folder has other tokens by the same numbers; "" if not."""
+    if tokenizer is None or own in (None, tokenizer.folder):
+        return ""
+    count = tokenizer.num_unlike(read_tokenizer(own))
     if not count:
         return ""
     return (
-        f"{count:,} of the {tokenizer.vocab_size:,} tokens of --tokenizer {tokenizer.folder} are others in {of_model.folder}, "
-        "with which the model was trained. Leave --tokenizer out, unless the model is to learn this one anew"
+        f"{count:,} of the {tokenizer.vocab_size:,} tokens of --tokenizer {tokenizer.folder} are others in {own}, with which "
+        "the model was trained. Leave --tokenizer out, unless the model is to learn this one anew"
     )
 
 
