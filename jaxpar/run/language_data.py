@@ -273,7 +273,7 @@ def load_data(flags: DataFlags, init_from: Path | None = None, *, multiple: int 
     """
     own = init_from if init_from and has_tokenizer(init_from) else None
     folder = flags.tokenizer or own
-    tokenizer = None if folder is None else read_tokenizer(folder)
+    tokenizer = read_tokenizer(folder) if folder else None
     if remark := remark_on_tokenizer(tokenizer, own):
         say(remark)  # before what is wrong with the examples, which it may explain
     if not flags.data:
@@ -306,8 +306,9 @@ def load_data(flags: DataFlags, init_from: Path | None = None, *, multiple: int 
 def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource, RowSource]:
     """Returns the rows to learn from and those held out, checked as far as can be before training."""
     of_documents = [part.checksums for part in data.parts if part.checksums is not None]
-    of_all = remarks_on_all(flags.data, of_documents, flags.prompt, data.tokenizer)
-    for remark in filter(None, [*(part.remark for part in data.parts), *of_all]):
+    remarks = [part.remark for part in data.parts]
+    remarks += remarks_on_all(flags.data, of_documents, flags.prompt, data.tokenizer)
+    for remark in filter(None, remarks):
         say(remark)
     rows = [part.rows(flags.seq, vocab_size) for part in data.parts]
     for train, test, left_out in rows:
