@@ -193,7 +193,7 @@ def main(config: Config) -> None:
         model_files.remark_on_origin(config, run.saved),
         remark_on_rows_held_out(config, settings, run.saved),
         lora_flags.remark_on_frozen(config.lora, own.init_from),
-        model_files.remark_on_dtypes(own.init_from, has_checkpoints=has_checkpoints),
+        *model_files.remarks_on_dtypes(own.init_from, has_checkpoints=has_checkpoints),
     ):
         if remark:
             say(remark)
@@ -433,12 +433,12 @@ def remark_on_rows_held_out(
     now, was = config.recipe.eval_rows, saved.get("eval_rows", Recipe.eval_rows)
     if not saved or (now == was and settings["text"] == saved.get("text")):
         return ""
-    changed = f"--eval-rows {now} instead of {was}" if now != was else "--data is another text"
+    changed, are = "--data is another text", "may be"
+    if now != was:
+        changed, are = f"--eval-rows {now} instead of {was}", "are"
     best = config.checkpoint.keep_best
     compared = "" if best is None else f", and --keep-best {best} compares the two"
-    return (
-        f"{changed}: the losses from here on are of other rows held out than those before{compared}"
-    )
+    return f"{changed}: the losses from here on {are} of other rows held out than those before{compared}"
 
 
 def numbers_depend_on(config: Config, text: Data) -> dict[str, Any]:

@@ -162,8 +162,8 @@ def test_a_run_says_which_numbers_of_a_model_of_several_dtypes_lose_bits(tmp_pat
         {"format": "pt"},
     )
     assert export.narrowed_dtypes(folder) == told
-    of = lambda has_checkpoints: model_files.remark_on_dtypes(
-        folder, has_checkpoints=has_checkpoints
+    of = lambda has_checkpoints: "".join(
+        model_files.remarks_on_dtypes(folder, has_checkpoints=has_checkpoints)
     )
     line = f"in {', '.join(told)} are written in {named}, which its config.json names: "
     assert (f"{line}`export --dtype float32` keeps their bits" in of(True)) == bool(told)
@@ -171,6 +171,18 @@ def test_a_run_says_which_numbers_of_a_model_of_several_dtypes_lose_bits(tmp_pat
     config = read_config(folder)
     write_model(tmp_path / "new", config, read_params(folder, config), source=folder)
     assert {str(tensor.dtype) for tensor in all_tensors(tmp_path / "new").values()} == {named}
+
+
+@pytest.mark.parametrize("named", ["float32", "float64", "bfloat16"])
+def test_a_run_says_that_it_reads_float64_as_float32(tmp_path, named):
+    folder = copy_with("llama", tmp_path, dtype=named)
+    wide = {name: tensor.astype(np.float64) for name, tensor in all_tensors(folder).items()}
+    for path in folder.glob("model*.safetensors*"):
+        path.unlink()
+    save_file(wide, folder / "model.safetensors", {"format": "pt"})
+    read, *others = model_files.remarks_on_dtypes(folder, has_checkpoints=True)
+    assert read.endswith("in float64 are read as float32, in which a run has its params")
+    assert len(others) == (named == "bfloat16")
 
 
 @pytest.mark.parametrize(

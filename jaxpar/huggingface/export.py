@@ -349,21 +349,33 @@ def dtype_of(folder: Path | str) -> np.dtype | None:
     """Returns the dtype of all of a folder's tensors, else that which config.json names; None: jaxpar has none."""
     given = read_json(file_inside(folder, CONFIG))
     named = next((given[key] for key in DTYPE_KEYS if given.get(key) is not None), None)
-    dtypes = {tensor.dtype for tensor in _tensors_of(Path(folder)).values()} & {*FLOATS.values()}
+    dtypes = _dtypes_of(folder)
     if len(dtypes) == 1 and dtypes != {FLOATS["F64"]}:
         return dtypes.pop()
     return next((dtype for dtype in FLOATS.values() if dtype.name == named), None)
 
 
 def narrowed_dtypes(folder: Path | str) -> list[str]:
-    """Returns the dtypes of a folder's tensors in which numbers have more bits than in the one that all are written in."""
-    if not (Path(folder) / CONFIG).exists():
+    """Returns the dtypes of a folder's tensors in which numbers have more bits than in the one that all are written in.
+
+    Those in float64 count as float32, as which they are read.
+    """
+    if not (Path(folder) / CONFIG).exists() or (written := dtype_of(folder)) is None:
         return []
-    written = dtype_of(folder)
-    if written is None:
-        return []
-    found = {tensor.dtype for tensor in _tensors_of(Path(folder)).values()} & {*FLOATS.values()}
+    found = _dtypes_of(folder)
+    if FLOATS["F64"] in found:
+        found = found - {FLOATS["F64"]} | {FLOATS["F32"]}
     return sorted(str(each) for each in found - {written} if each.itemsize >= written.itemsize)
+
+
+def has_float64(folder: Path | str) -> bool:
+    """Returns whether tensors of a folder are in float64."""
+    return FLOATS["F64"] in _dtypes_of(folder)
+
+
+def _dtypes_of(folder: Path | str) -> set[np.dtype]:
+    """Returns the dtypes of the floats among a folder's tensors."""
+    return {tensor.dtype for tensor in _tensors_of(Path(folder)).values()} & {*FLOATS.values()}
 
 
 def _tensors_of(folder: Path) -> dict[str, np.ndarray]:

@@ -180,10 +180,6 @@ class Data:
     def settings(self, flags: DataFlags) -> dict[str, Any]:
         """Returns what a resumed run must share with the saved one."""
         found: dict[str, Any] = {"text": AND.join(part.checksum for part in self.parts)}
-        if all(part.num_tokens for part in self.parts):
-            found["train_tokens"] = sum(
-                part.num_tokens[0] for part in self.parts if part.num_tokens
-            )
         if len(self.parts) > 1:
             found["data_weights"] = list(flags.data_weights)
         others = {"long_examples": flags.long_examples, "max_documents": flags.max_documents}

@@ -2,7 +2,7 @@
 
 import shlex
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 import jaxpar
 from jaxpar.data.checksums import checksum_of_files
-from jaxpar.huggingface.export import check_is_of, dtype_of, narrowed_dtypes
+from jaxpar.huggingface.export import check_is_of, dtype_of, has_float64, narrowed_dtypes
 from jaxpar.huggingface.folder import ADAPTER_CONFIG, INDEX, ONE_FILE, read_json
 from jaxpar.huggingface.from_codes import has_codes
 from jaxpar.layered_model import open_packed
@@ -71,21 +71,25 @@ def check_description(folder: Path, config: TransformerConfig) -> None:
         )
 
 
-def remark_on_dtypes(init_from: Path | None, *, has_checkpoints: bool) -> str:
-    """Returns what to say of a model whose tensors of several dtypes are written in one, and lose bits by it; "" of others.
+def remarks_on_dtypes(init_from: Path | None, *, has_checkpoints: bool) -> Iterator[str]:
+    """Yields what to say of a model whose tensors lose bits as they are read, or as all are written in one dtype.
 
     Args:
         init_from: The folder of the model, if there is one.
         has_checkpoints: Whether the run saves any, from which its model can be written in another dtype.
     """
-    narrowed = [] if init_from is None else narrowed_dtypes(init_from)
-    if init_from is None or not narrowed:
-        return ""
+    if init_from is None:
+        return
+    if has_float64(init_from):
+        yield f"tensors of {init_from} in float64 are read as float32, in which a run has its params"
+    narrowed = narrowed_dtypes(init_from)
+    if not narrowed:
+        return
     how = "`export --dtype float32`"
     remedy = f"{how} keeps their bits"
     if not has_checkpoints:
         remedy = f"to keep their bits save checkpoints, --checkpoint-every 100, say, for {how}"
-    return (
+    yield (
         f"tensors of {init_from} in {', '.join(narrowed)} are written in {dtype_of(init_from)}, which its config.json names: "
         f"{remedy}"
     )
