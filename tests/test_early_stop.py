@@ -25,14 +25,14 @@ mesh = jaxpar.make_mesh(data=-1)
 shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
 grads = jax.value_and_grad(lambda params, batch: jnp.mean((params["w"] - batch["x"]) ** 2))
 batch = jaxpar.shard_batch({"x": np.zeros((4, 2), np.float32)}, mesh)
-with Run(BasicFlags.of(out_dir=Path(sys.argv[1]), steps=5000, checkpoint_every=5000), mesh) as run:
+jaxpar.runtime.meetings.SECONDS_TO_MEET = 0.5
+with Run(BasicFlags.of(out_dir=Path(sys.argv[1]), steps=5000, **FLAGS), mesh) as run:
     run.restore(lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
     train_step = run.compile(jaxpar.make_train_step(grads, optax.sgd(0.1)), batch)
     state = run.begin()
     for step in run.steps():
         state, metrics = train_step(state, batch)
-        if step == 3 and jax.process_index() == 1:
-            run.end_early("seen enough")
+        AT_STEP
         time.sleep(0.02)
         run.log(step, state, metrics)
 print(run.checkpoints.latest() == step + 1, step < 4999)
@@ -129,21 +129,40 @@ def test_an_error_or_exit_in_a_loop_is_not_told_as_a_break(tmp_path, error, caps
     assert "was left" not in capsys.readouterr().out
 
 
+def of_two_processes(folder, at_step, **keep):
+    """The exit code and the output of a script that runs ``at_step`` in each step; its checkpoints are kept as flags say."""
+    flags = {"checkpoint_every": 5000} | keep
+    text = SCRIPT.replace("AT_STEP", at_step).replace("FLAGS", repr(flags))
+    (folder / "train.py").write_text(text)
+    launch = ["-m", "jaxpar", "launch", "-n", "2", "--devices-per-process", "1", "--log-dir"]
+    return run_of(*launch, folder, folder / "train.py", folder / "run")
+
+
 @pytest.mark.full
 def test_one_of_two_processes_ends_the_loop_of_both(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    launch = (
-        "-m",
-        "jaxpar",
-        "launch",
-        "-n",
-        "2",
-        "--devices-per-process",
-        "1",
-        "--log-dir",
-        tmp_path,
-    )
-    code, out, err = run_of(*launch, tmp_path / "train.py", tmp_path / "run")
+    at_step = 'if step == 3 and jax.process_index() == 1: run.end_early("seen enough")'
+    code, out, err = of_two_processes(tmp_path, at_step)
     assert code == 0, out + err
     assert "True True" in out
     assert ": seen enough" in out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_metric_for_patience_that_one_of_two_processes_has_ends_both(tmp_path, process):
+    at_step = f'if jax.process_index() == {process}: metrics["test_loss"] = 1.0'
+    code, out, err = of_two_processes(tmp_path, at_step, keep_best="test_loss", patience=2)
+    assert code == 2, out + err
+    message = "all processes must give run.log the metric test_loss in the same steps; got a call in process"
+    assert f"{message} {process} in step 0 of its training loop" in out + err
+    assert "Add it to the metrics of each." in out + err
+
+
+@pytest.mark.full
+def test_the_metric_of_the_best_checkpoint_is_the_same_in_both_processes(tmp_path):
+    at_step = 'metrics["test_loss"] = float(jax.process_index())'
+    code, out, err = of_two_processes(
+        tmp_path, at_step, keep_best="test_loss", keep=1, checkpoint_every=2
+    )
+    assert code == 2, out + err
+    assert "must agree on their test_loss before they save; got 1.0 on process 1, 0.0" in out + err

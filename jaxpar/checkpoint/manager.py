@@ -36,7 +36,7 @@ from jaxpar.checkpoint.state import (
 from jaxpar.fields import check_kind
 from jaxpar.mesh import shown_sizes
 from jaxpar.pipeline import LayerLayout, open_params
-from jaxpar.runtime.coordination import check_agreement, exchange
+from jaxpar.runtime.coordination import OF_ALL_ROWS, check_agreement, exchange
 from jaxpar.runtime.lease import HeldError, Lease
 from jaxpar.runtime.output import printable_lines, tell
 from jaxpar.sharding import fetch
@@ -166,7 +166,7 @@ class CheckpointManager(Saver):
 
         Raises:
             ValueError: An array that cannot be stored, since it has no elements or its elements are smaller than a byte; or
-                what ``check_about`` refuses.
+                what ``check_about`` refuses; or the metric of ``keep_best`` is another in another process.
             DivergedError: Devices that should hold the same values do not.
             NotFiniteError: A parameter is NaN or infinite.
 
@@ -188,6 +188,9 @@ class CheckpointManager(Saver):
             arrays=array_records(state, step, self.mesh),
         )
         check_readable(manifest)  # what could not be read again is not written
+        if self._keep.best is not None:
+            best = self._keep.best.removeprefix("-")
+            check_agreement("save", {best: manifest.metrics.get(best)}, OF_ALL_ROWS)
         self._start(state, manifest)
         return step
 

@@ -8,12 +8,8 @@ import numpy as np
 from jaxpar.fields import arg, near_name
 from jaxpar.metrics.lines import OF_EVALUATION
 from jaxpar.run.flags import RunFlags
-from jaxpar.runtime.coordination import check_agreement
-
-OF_ALL_ROWS = (
-    "Compute it from the rows of all processes, as jaxpar.make_eval_step and has_aux do, not from "
-    "those that one process reads."
-)
+from jaxpar.runtime.coordination import OF_ALL_ROWS, check_agreement
+from jaxpar.runtime.meetings import meet
 
 
 class EarlyStop:
@@ -35,10 +31,13 @@ class EarlyStop:
         A value that is NaN is no improvement.
 
         Raises:
+            NotTogetherError: Another process has passed the step without the metric.
             ValueError: The metric differs between processes, of which one would end while the others wait for it.
         """
         if self.metric not in metrics:
             return False
+        rule = f"all processes must give run.log the metric {self.metric} in the same steps"
+        meet("early stop", rule, f"Add it to the metrics of each. {OF_ALL_ROWS}")
         value = self._sign * float(np.asarray(metrics[self.metric]).item())
         found = {self.metric: repr(self._sign * value)}
         check_agreement("count an evaluation", found, OF_ALL_ROWS)
