@@ -279,8 +279,15 @@ class PackedLayers:
     layout: Any
 
     def __getitem__(self, key: object) -> NoReturn:
+        self._refuse(f"[{key!r}]")
+
+    def keys(self) -> NoReturn:
+        """Raises TypeError for ``**`` and ``dict``, as an index does."""
+        self._refuse("the keys")
+
+    def _refuse(self, what: str) -> NoReturn:
         raise TypeError(
-            f"packed layers are in the order of the devices and cannot be indexed; got [{key!r}] of layers packed for "
+            f"packed layers are in the order of the devices and cannot be indexed; got {what} of layers packed for "
             f"{_brief(self.layout)}. {_UNPACK} Or index packed.tree, which is in packed order."
         )
 

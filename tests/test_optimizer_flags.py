@@ -279,7 +279,7 @@ def test_lr_is_the_learning_rate(monkeypatch):
         ),
         (
             {"steps": 16, "warmup_steps": 20, "resume": True, "allow_change": ("warmup_steps",)},
-            "Choose --warmup-steps 1, or --steps 21 or more, and at least the steps that the run has done.",
+            "Choose --warmup-steps 1, or --steps 21 or more; --steps is at least those that the run has done.",
         ),
         ({"beta1": 1.0}, "--beta1 must be from 0 to less than 1; got 1. Choose 0.9"),
         ({"beta2": float("nan")}, "--beta2 must be from 0 to less than 1; got nan"),

@@ -432,6 +432,17 @@ def test_an_optimizer_that_numbers_packed_layers_is_refused_with_its_line(name):
     init_packed(numbering, IN_ORDER)
 
 
+def test_an_optimizer_made_for_so_many_layers_is_told_how_many_packed_ones_there_are():
+    by_depth = lambda g: g * of_layers(np.linspace(0.1, 1.0, 3), g)
+    each = lambda tree: tree | {"layers": jax.tree.map(by_depth, tree["layers"])}
+    optimizer = optax.stateless(lambda updates, _: each(updates))
+    with pytest.raises(TypeError, match="incompatible shapes") as error:
+        init_packed(optimizer)
+    note = next(each for each in error.value.__notes__ if "positions" in each)
+    assert note.startswith("An optimizer is given 4 positions of 3 layers, layers packed for num_s")
+    init_packed(optimizer, IN_ORDER)
+
+
 COUNTING = {
     "a count": lambda g: g / jnp.sum(jnp.ones_like(g)),
     "the least": lambda g: g * (1 + jnp.min(jnp.abs(g))),

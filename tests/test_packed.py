@@ -98,7 +98,15 @@ def test_layouts_that_place_layers_alike_are_equal():
 
 
 @pytest.mark.parametrize(
-    "read", [lambda p: p["w"], lambda p: list(p), lambda p: "w" in p, lambda p: [*p]]
+    "read",
+    [
+        lambda p: p["w"],
+        lambda p: list(p),
+        lambda p: "w" in p,
+        lambda p: [*p],
+        lambda p: {**p},
+        lambda p: dict(p),
+    ],
 )
 def test_packed_layers_cannot_be_read_as_layers(read):
     with pytest.raises(

@@ -167,7 +167,7 @@ def check_optimizer(flags: OptimizedFlags) -> None:
     check_at_least(0, warmup_steps=warmup)
     if warmup >= flags.common.steps:
         fewer = f"{_chosen(flags, 'warmup_steps', flags.common.steps // 10)}, or "
-        whole = ", and at least the steps that the run has done" if flags.common.resume else ""
+        whole = "; --steps is at least those that the run has done" if flags.common.resume else ""
         raise ValueError(
             f"--warmup-steps must be less than --steps; got {warmup} and {flags.common.steps}. Choose "
             f"{fewer}--steps {warmup + 1} or more{whole}."

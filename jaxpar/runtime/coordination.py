@@ -29,7 +29,7 @@ SAME_PROGRAM = (
     "Start all with the same code, flags and data, of the same dtypes. A model or a loss must not read the number of its "
     "process, the time or random numbers of NumPy: put them into the batch."
 )
-OF_ALL_ROWS = "Compute it from the rows of all processes, as jaxpar.make_eval_step and has_aux do, not from those that one process reads."
+OF_ALL_ROWS = "Compute it from the rows of all processes, as jaxpar.make_eval_step and has_aux do, not from some."
 POLL_SECONDS = 0.2  # between two looks for requests
 SECONDS_TO_ASK = 1.0  # for an answer, between two looks for processes that have ended
 # After another process has left a training loop, this one may be at its last step of it too: it is given three times as long as

@@ -42,7 +42,14 @@ def check_packed(optimizer: Optimizer, params: PyTree) -> None:
     layout = layouts[0]
     shorter = _with_positions(params, lambda count: count - 1)
     trace = jax.make_jaxpr(partial(first_update, optimizer))
-    update, of_shorter = trace(params), trace(shorter)
+    try:
+        update, of_shorter = trace(params), trace(shorter)
+    except Exception as error:  # of any kind: a function of the user
+        error.add_note(
+            f"An optimizer is given {layout.num_positions} positions of {layout.num_layers} layers, {_packed_by(layout)} Or "
+            "let it treat them by jax.tree.map, whatever their number is."
+        )
+        raise
     if drawn_shapes(update) != drawn_shapes(of_shorter):
         raise ValueError(
             "an optimizer that draws random numbers for the layers needs them in the model's order, in which one device draws; "
