@@ -275,7 +275,7 @@ def test_lr_is_the_learning_rate(monkeypatch):
         ),
         (
             {"steps": 16, "warmup_steps": 20, "resume": True, "allow_change": ("learning_rate",)},
-            "Choose --warmup-steps 1 --allow-change learning_rate warmup_steps, or --steps 21 or more, and at least the steps",
+            "Choose --warmup-steps 1 --allow-change learning_rate warmup_steps, or --steps 21 or more; --steps is",
         ),
         (
             {"steps": 16, "warmup_steps": 20, "resume": True, "allow_change": ("warmup_steps",)},
