@@ -248,6 +248,33 @@ def test_a_checkpoint_says_of_what_run_it_is(tmp_path):
     assert str(manifest.arrays["params/w_up"]) == "float32[4, 8]"
 
 
+@pytest.mark.parametrize(
+    ("about", "other", "message"),
+    [
+        (
+            {"samples": 8},
+            {"samples": 16},
+            "agree on their samples before they save; got 16 on proc",
+        ),
+        ({"key": 0}, {"key": ["threefry2x32", 0, 1]}, "agree on their key before"),
+        ({"config": {"a": 1}}, {"config a": 2}, "agree on their config a before they save; got 2"),
+        ({"metrics": {"test_loss": 0.5}}, {"test_loss": 0.25}, "agree on their test_loss before"),
+        ({"metrics": {"test_loss": 0.5}}, {"test_loss": None}, "agree on their test_loss before"),
+    ],
+)
+def test_what_processes_save_beside_a_state_is_the_same(
+    tmp_path, monkeypatch, about, other, message
+):
+    others = lambda _, mine: [mine, {name: other.get(name, mine[name]) for name in mine}]
+    monkeypatch.setattr("jaxpar.runtime.coordination.exchange", others)
+    mesh = jaxpar.make_mesh()
+    manager = jaxpar.CheckpointManager(tmp_path, mesh, keep_best="test_loss")
+    about = about | {name: jax.random.key(seed) for name, seed in about.items() if name == "key"}
+    with pytest.raises(ValueError, match=message):
+        manager.save(make_state(mesh), **about)
+    assert manager.steps() == ()
+
+
 def test_only_a_prng_key_is_saved_as_one(tmp_path):
     mesh = jaxpar.make_mesh()
     with pytest.raises(

@@ -43,6 +43,8 @@ from jaxpar.sharding import fetch
 from jaxpar.step.settings import Parallel, accepts_settings
 from jaxpar.train import TrainState
 
+OF_FIRST = "A checkpoint has what the first process gives: give the same in all, such as a key from which each derives its own."
+
 
 def say(text: str) -> None:
     """Prints a line to standard error, on the first process only."""
@@ -166,7 +168,7 @@ class CheckpointManager(Saver):
 
         Raises:
             ValueError: An array that cannot be stored, since it has no elements or its elements are smaller than a byte; or
-                what ``check_about`` refuses; or the metric of ``keep_best`` is another in another process.
+                what ``check_about`` refuses; or processes give another config, position, key or metric of ``keep_best``.
             DivergedError: Devices that should hold the same values do not.
             NotFiniteError: A parameter is NaN or infinite.
 
@@ -188,11 +190,19 @@ class CheckpointManager(Saver):
             arrays=array_records(state, step, self.mesh),
         )
         check_readable(manifest)  # what could not be read again is not written
+        self._check_same_in_all(manifest)
+        self._start(state, manifest)
+        return step
+
+    def _check_same_in_all(self, manifest: Manifest) -> None:
+        """Raises ValueError where processes give other values to save: a checkpoint has those of the first one."""
+        given = {f"config {name}": value for name, value in (manifest.config or {}).items()}
+        key = manifest.prng_key
+        given |= {"samples": manifest.samples, "key": key and [key.impl, *key.words]}
+        check_agreement("save", given, OF_FIRST)
         if self._keep.best is not None:
             best = self._keep.best.removeprefix("-")
             check_agreement("save", {best: manifest.metrics.get(best)}, OF_ALL_ROWS)
-        self._start(state, manifest)
-        return step
 
     def check_about(
         self,
