@@ -454,7 +454,9 @@ def test_a_second_launch_does_not_write_over_the_logs_of_one_that_runs(tmp_path,
     with only_launch_in(tmp_path):
         assert main(command) == 2
         told = "a folder has the logs of one launch at a time; got --log-dir"
-        assert told in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert told in err
+        assert f"another one writes, pid {os.getpid()} on " in err
         assert not (tmp_path / "0.log").exists()
     assert main(command) == 0, "after it has ended"
 

@@ -36,7 +36,7 @@ from typing import TextIO
 from jaxpar.fields import arg, check_at_least
 from jaxpar.runtime.chatter import Quiet, without_chatter
 from jaxpar.runtime.exit_codes import FINAL_CODES, ExitCode, describe_exit
-from jaxpar.runtime.output import ANOTHER_IS_GONE, tell
+from jaxpar.runtime.output import ANOTHER_IS_GONE, printable, tell
 from jaxpar.runtime.process_env import TOKEN_VARIABLE
 from jaxpar.runtime.program import near_script
 
@@ -67,17 +67,22 @@ def only_launch_in(folder: Path) -> TextIO:
     Raises:
         ValueError: Another launch writes there.
     """
-    held = (folder / ".lock").open("w", encoding="utf-8")
+    held = (folder / ".lock").open("a+", encoding="utf-8")
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        held.close()
+        with held:
+            held.seek(0)
+            whose = printable(held.read(200).strip())
         raise ValueError(
-            f"a folder has the logs of one launch at a time; got --log-dir {folder}, to which another one writes. Choose "
-            f"another, such as --log-dir {folder}-2."
+            f"a folder has the logs of one launch at a time; got --log-dir {folder}, to which another one writes, "
+            f"{whose or 'elsewhere'}. Choose another, such as --log-dir {folder}-2."
         ) from error
     except OSError:  # a file system without locks
         pass
+    held.truncate(0)
+    held.write(f"pid {os.getpid()} on {socket.gethostname()}")
+    held.flush()
     return held
 
 
