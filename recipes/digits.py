@@ -203,7 +203,7 @@ def evaluate(params: dict, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.
 def check_model(config: Config, mesh: jax.sharding.Mesh) -> None:
     """Raises where the model's flags are out of range, or do not fit the mesh."""
     own, tensor = config.recipe, mesh.shape["tensor"]
-    mlp.check_sizes(own.hidden_layers, own.width, stage=mesh.shape["stage"], tensor=tensor)
+    _check_sizes(own, stage=mesh.shape["stage"], tensor=tensor)
     if own.split == "data" and tensor > 1:
         raise ValueError(
             f"--split data leaves the tensor axis nothing to share out; got --mesh.tensor {tensor}, whose devices would all "
@@ -218,23 +218,29 @@ def check_settings(config: Config) -> None:
     check_positive("Choose such as 0.001.", learning_rate=config.common.learning_rate)
     check_at_least(1, "Choose such as 10.", eval_every=every)
     check_best_is_saved(config, every, ("test_loss", "test_accuracy"))
+    sizes = config.mesh
+    if sizes.stage > 0 and sizes.tensor > 0:
+        _check_sizes(config.recipe, stage=sizes.stage, tensor=sizes.tensor)
+
+
+def _check_sizes(own: Recipe, *, stage: int, tensor: int) -> None:
+    mlp.check_sizes(own.hidden_layers, own.width, stage=stage, tensor=tensor)
+    chunks = make_schedule(own.schedule, stage, 1).num_virtual_stages
+    pairs = own.hidden_layers // 2
+    if stage > 1 and pairs < chunks:
+        raise ValueError(
+            "each chunk of each stage must have a pair of hidden layers; got "
+            f"--hidden-layers {own.hidden_layers}, which are {pairs} pairs, --mesh.stage {stage}, and {chunks // stage} chunks "
+            f"a stage by --schedule {own.schedule}. Choose --hidden-layers {2 * chunks}, or --schedule 1f1b."
+        )
 
 
 def make_pipeline(config: Config, num_rows: int, mesh: jax.sharding.Mesh) -> Schedule:
-    """Returns the pipeline's schedule; raises unless each chunk of each stage has a pair of hidden layers, and rows."""
+    """Returns the pipeline's schedule; raises unless each microbatch of each replica has rows."""
     own = config.recipe
     count = check_microbatches(config, own.num_microbatches, num_rows, mesh, unit="digit")
     form = lockstep_form(own.schedule, masks=masks_idle_ops(mesh, own.schedule))
-    schedule = make_schedule(own.schedule, mesh.shape["stage"], count, form=form)
-    pairs, chunks = own.hidden_layers // 2, schedule.num_virtual_stages
-    if schedule.num_stages > 1 and pairs < chunks:
-        raise ValueError(
-            "each chunk of each stage must have a pair of hidden layers; got "
-            f"--hidden-layers {own.hidden_layers}, which are {pairs} pairs, --mesh.stage {schedule.num_stages}, and "
-            f"{schedule.num_chunks} chunks a stage by --schedule {own.schedule}. Choose --hidden-layers {2 * chunks}, or "
-            "--schedule 1f1b."
-        )
-    return schedule
+    return make_schedule(own.schedule, mesh.shape["stage"], count, form=form)
 
 
 if __name__ == "__main__":

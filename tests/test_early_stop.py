@@ -39,8 +39,8 @@ print(run.checkpoints.latest() == step + 1, step < 4999)
 """
 
 
-def left(flags, loop):
-    """What a run prints whose loop is ``loop(run, one_step)``, where ``one_step(step)`` trains and logs it."""
+def left(flags, loop, **own):
+    """What a run prints whose loop is ``loop(run, one_step)``, where ``one_step(step)`` trains and logs it with own metrics."""
     mesh, said = jaxpar.make_mesh(), []
     shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
     grads = jax.value_and_grad(lambda params, batch: jnp.mean((params["w"] - batch) ** 2))
@@ -56,7 +56,7 @@ def left(flags, loop):
         def one_step(step):
             nonlocal state
             state, metrics = train_step(state, BATCH)
-            run.log(step, state, metrics)
+            run.log(step, state, metrics | own)
 
         loop(run, one_step)
         run.say_pace()
@@ -95,6 +95,18 @@ def test_a_loop_that_is_left_before_its_last_step_tells_what_no_checkpoint_has(t
     *_, told = left(BasicFlags.of(out_dir=tmp_path / "b", steps=10), broken_off)
     assert "; there is no checkpoint. " in told
     assert "checkpoint_every=100 makes it save" in told
+
+
+@pytest.mark.parametrize("value", [float("nan"), -float("inf"), 1.0])
+def test_a_run_whose_best_metric_is_never_finite_says_that_none_is_the_best(tmp_path, value):
+    def all_steps(run, one_step):
+        for step in run.steps():
+            one_step(step)
+
+    flags = BasicFlags.of(out_dir=tmp_path, steps=2, checkpoint_every=1, keep_best="-psnr")
+    told = left(flags, all_steps, psnr=value)
+    said = [line for line in told if line.startswith("no checkpoint has a finite psnr, so none is")]
+    assert len(said) == (value != 1.0)
 
 
 def test_a_loop_ends_early_by_a_rule_of_its_own_with_its_last_step_saved(tmp_path):

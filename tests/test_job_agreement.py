@@ -701,6 +701,11 @@ def test_pods_with_no_memory_to_share_and_no_queue_are_told():
             "0",
             "spec.replicatedJobs.0 has CUDA_VISIBLE_DEVICES=0, and the device plugin says which",
         ),
+        (
+            "JAX_PLATFORM_NAME",
+            "cpu",
+            "spec.replicatedJobs.0 has JAX_PLATFORM_NAME=cpu and 8 GPUs a pod: the program does not",
+        ),
         ("JAX_PLATFORMS", "cuda,cpu", None),
         ("NVIDIA_VISIBLE_DEVICES", "all", None),
     ],

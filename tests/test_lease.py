@@ -43,11 +43,11 @@ def _none_stays():
 def quick(monkeypatch):
     """Makes leases with short times, and others that a test gives; messages go to ``tell``."""
 
-    def make(folder, tell=lambda text: None, **times):
+    def make(folder, tell=lambda text: None, follows=True, **times):
         for name, seconds in (QUICK | times).items():
             monkeypatch.setattr(leases, name.upper(), seconds)
         monkeypatch.setattr(leases, "tell", tell)
-        return Lease(folder)
+        return Lease(folder, follows=follows)
 
     return make
 
@@ -109,6 +109,23 @@ def test_a_killed_process_of_this_machine_holds_nothing_even_before_it_is_reaped
     try:
         quick(tmp_path, stale_seconds=1e9, patience_seconds=1e9).take()
         assert numbers(tmp_path) == [4]
+    finally:
+        other.wait()
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_run_that_deletes_does_not_follow_one_that_ends_while_it_waits(tmp_path, quick, follows):
+    other = a_process()
+    put(tmp_path, replace(HERE, pid=other.pid, start=start_of(other.pid)))
+    try:
+        lease = quick(tmp_path, tell=lambda _: other.kill(), patience_seconds=1e9, follows=follows)
+        if follows:
+            lease.take()
+            return
+        with pytest.raises(HeldError, match=f"ended while this one waited: process {other.pid} on"):
+            lease.take()
+        assert numbers(tmp_path) == [3], "nothing was written"
+        quick(tmp_path, follows=False).take()
     finally:
         other.wait()
 

@@ -6,7 +6,10 @@ from jaxpar.jobs.job import GPUS, ROOT, is_accelerator
 from jaxpar.jobs.workload import FAKE_DEVICES, SHARED_MEMORY, Workload, amount
 
 LOCKS = "IPC_LOCK"
-PLATFORMS = "JAX_PLATFORMS"
+PLATFORMS = (
+    "JAX_PLATFORMS",
+    "JAX_PLATFORM_NAME",
+)  # the second is an older name, which JAX reads too
 OF_GPUS = ("cuda", "gpu")  # in JAX_PLATFORMS
 HIDING = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 
@@ -52,11 +55,12 @@ def unused_gpus(place: str, variables: Mapping[str, str], gpus: str) -> Iterator
         variables: The variables.
         gpus: How many GPUs there are, as in "8 GPUs a pod".
     """
-    platforms = variables.get(PLATFORMS)
-    if platforms and not any(name in platforms.split(",") for name in OF_GPUS):
-        yield (
-            f"{place} has {PLATFORMS}={platforms} and {gpus}: the program does not use them. Leave the variable out"
-        )
+    for variable in PLATFORMS:
+        platforms = variables.get(variable)
+        if platforms and not any(name in platforms.split(",") for name in OF_GPUS):
+            yield (
+                f"{place} has {variable}={platforms} and {gpus}: the program does not use them. Leave the variable out"
+            )
 
 
 def _few_cores(pods: Workload) -> Iterator[str]:

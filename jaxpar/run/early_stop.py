@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxpar.checkpoint import CheckpointManager
 from jaxpar.fields import arg, near_name
 from jaxpar.metrics.lines import OF_EVALUATION
 from jaxpar.run.flags import RunFlags
@@ -53,11 +54,26 @@ class EarlyStop:
         return f"{in_a_row} without a better {self.metric} than {self._sign * self._best:.6g}"
 
 
-def without_metric(keep_best: str | None, names: Collection[str]) -> str:
-    """Returns what to say after steps none of which had the metric that decides which is best; "" if one had it."""
+def without_best(
+    keep_best: str | None, names: Collection[str], checkpoints: CheckpointManager
+) -> str:
+    """Returns what to say after steps of which none is the best by the metric of keep_best; "" if one is.
+
+    Args:
+        keep_best: The metric.
+        names: The metrics that steps had.
+        checkpoints: Those of the run.
+    """
     best = (keep_best or "").removeprefix("-")
-    if not best or not names or best in names:
+    if not best or not names:
         return ""
+    if best in names:
+        if not checkpoints.steps() or checkpoints.best() is not None:
+            return ""
+        return (
+            f"no checkpoint has a finite {best}, so none is kept as the best by {arg(keep_best=keep_best)}: the steps that were "
+            "saved lack it, or it is NaN or infinite there"
+        )
     return (
         f"no step had the metric {best} of {arg(keep_best=keep_best)}, so none was the best and none ended the run early. The "
         f"steps had {', '.join(sorted(names))}: name one of these, or add {best} to the metrics before run.log"

@@ -25,7 +25,7 @@ from jaxpar.models import lora, transformer
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.params import count_params, init_params, is_spec, stack_layers, zeros
 from jaxpar.pipeline import LayerLayout
-from jaxpar.run.flags import GpuFlags
+from jaxpar.run.flags import GpuFlags, MeshFlags
 from jaxpar.run.language_data import Data
 from jaxpar.run.lora_flags import LoraFlags, check_targets, make_lora, remark_on_targets
 from jaxpar.run.messages import say
@@ -260,6 +260,18 @@ def with_documents(
         )
         return config
     return replace(config, max_documents=found)
+
+
+def check_sizes(
+    flags: ModelFlags, seq: int, mesh: MeshFlags, schedule: str, num_chunks: int | None
+) -> None:
+    """Raises where the sizes of a mesh, as far as they are known, do not divide the model of --model, as devices would tell."""
+    if mesh.tensor > 0:
+        config, _ = config_of_flags(flags, seq)
+        config.check_tensor(mesh.tensor)
+        if mesh.stage > 0:
+            schedule_of_one = make_schedule(schedule, mesh.stage, 1, num_chunks)
+            make_layout(config.for_tensor(mesh.tensor), schedule_of_one)
 
 
 def check_pipeline(

@@ -24,7 +24,7 @@ from jaxpar.run import folder
 from jaxpar.run.arguments import check_arguments, check_call, lowered
 from jaxpar.run.call_order import CallOrder, check_called
 from jaxpar.run.compiled_step import CompiledStep
-from jaxpar.run.early_stop import EarlyStop, left_early, without_metric
+from jaxpar.run.early_stop import EarlyStop, left_early, without_best
 from jaxpar.run.flags import RunFlags, check_run_flags
 from jaxpar.run.learning_rate import rate_after, remark_on_rate
 from jaxpar.run.messages import (
@@ -337,7 +337,7 @@ class Run(AbstractContextManager["Run"]):
                 self._order.check_logged(step + 1)
                 if self._is_over:
                     break
-            if told := without_metric(checkpoint.keep_best, self._named):
+            if told := without_best(checkpoint.keep_best, self._named, self.checkpoints):
                 self._say(told)
             check_same_since()
         except GeneratorExit:  # a break

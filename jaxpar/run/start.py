@@ -54,7 +54,8 @@ def open_checkpoints(flags: RunFlags, mesh: jax.sharding.Mesh) -> CheckpointMana
     kept = {name: getattr(flags.checkpoint, name) for name in ("keep", "keep_every", "keep_best")}
     _check_same_start(flags)
     folder.check_own_config(common.out_dir)
-    lease = Lease(common.out_dir, is_begun=False)
+    deletes = common.overwrite and not common.resume and not is_restarted()
+    lease = Lease(common.out_dir, is_begun=False, follows=not deletes)
     checkpoints = CheckpointManager(
         directory, mesh, **kept, save_seconds=flags.budget.save, lease=lease
     )

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from jaxpar.fields import arg
+from jaxpar.fields import arg, switch
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.output import tell
 
@@ -104,6 +104,8 @@ class Lease:
         is_kept: Whether the lease stays in the folder after it was released, for those who ask whether the run still runs.
         is_begun: Whether the run begins with the lease; if not, set it once the run has passed its checks. A start that is
             refused before leaves the lease of the run before as it was, which may have been killed.
+        follows: Whether it is taken from a run that ends while this one waits for it; a run that deletes the earlier one would
+            delete results that nobody has seen.
 
     Attributes:
         lost: A message that names the run which took the folder from this process; empty if it was not lost.
@@ -117,9 +119,11 @@ class Lease:
         remedy: str | None = None,
         is_kept: bool = True,
         is_begun: bool = True,
+        follows: bool = True,
     ) -> None:
         self.folder = Path(folder).absolute()
         self._remedy, self._is_kept, self.is_begun = remedy, is_kept, is_begun
+        self._follows = follows
         self._files = self.folder / NAME
         self.lost = ""
         self.when_lost: Callable[[], None] = lambda: None
@@ -154,6 +158,7 @@ class Lease:
 
     def _wait_until_taken(self) -> None:
         begun, seen, quiet_since, has_beaten, named = time.monotonic(), None, 0.0, False, None
+        waited_for = None
         while True:
             now, newest = time.monotonic(), self.newest()
             number, owner = newest
@@ -169,7 +174,14 @@ class Lease:
             is_here = owner is not None and owner.is_here()
             is_silent = now - quiet_since >= STALE_SECONDS or (owner and _is_silent(owner))
             is_stale = not is_here and is_silent
-            if number == 0 or is_stale or (owner is not None and owner.is_gone()):
+            has_ended = owner is not None and owner.is_gone()
+            if number == 0 or is_stale or has_ended:
+                if has_ended and owner.token == waited_for and not self._follows:
+                    raise HeldError(
+                        f"{switch('overwrite')} deletes an earlier run; got {self.folder}, whose run ended while this one "
+                        f"waited: {owner}. Look at what it has left, then start this one again, or give another folder "
+                        f"({arg('out_dir')})."
+                    )
                 if self._create(number + 1):
                     self._before = owner
                     self._silent = owner.token if is_stale and owner is not None else ""
@@ -181,6 +193,7 @@ class Lease:
                     f"{self._remedy or wait}"
                 )
             else:
+                waited_for = owner and owner.token
                 if quiet_since == now and not has_beaten:
                     tell(f"waiting for {self.folder}: it is held by {owner or UNREADABLE}")
                 time.sleep(POLL_SECONDS)
