@@ -11,13 +11,13 @@ The results are those of one device, for every mesh and split.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from tyro.conf import OmitArgPrefixes
+from tyro.conf import OmitArgPrefixes, arg
 
 import digits_report as report
 import jaxpar
@@ -63,7 +63,7 @@ class Common(CommonFlags):
     """Folder for config.json, metrics.jsonl, plots and checkpoints."""
     batch_size: int = 128
     """Digits of a step."""
-    learning_rate: float = 1e-3
+    learning_rate: Annotated[float, arg(aliases=("--lr",))] = 1e-3
     """Learning rate of Adam."""
 
 

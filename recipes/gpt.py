@@ -318,7 +318,7 @@ def check_settings(config: Config) -> None:
     lora_flags.check_lora(config.lora, config.optimizer, own.router_bias_rate)
     check_is_split(own, config.mesh.tensor)
     if own.init_from is None:
-        language_model.check_sizes(own, data.seq, config.mesh, own.schedule, own.num_chunks)
+        language_model.check_sizes(own, data.seq, config.mesh, *pipeline)
 
 
 def check_is_split(own: Recipe, tensor: int) -> None:

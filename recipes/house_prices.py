@@ -13,11 +13,12 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import jax
 import numpy as np
 import optax
-from tyro.conf import OmitArgPrefixes
+from tyro.conf import OmitArgPrefixes, arg
 
 import house_prices_report as report
 import jaxpar
@@ -54,7 +55,7 @@ class Common(CommonFlags):
     """Folder for config.json, metrics.jsonl, model.json, plots and checkpoints."""
     batch_size: int | None = None
     """Rows of a step. None: all, which is batch descent; 1: stochastic descent; values between: mini-batch descent."""
-    learning_rate: float | None = None
+    learning_rate: Annotated[float | None, arg(aliases=("--lr",))] = None
     """Step size on standardised data; it falls to 0 unless a step takes all rows. None: 1 over the curvature of the loss."""
 
 

@@ -27,7 +27,7 @@ from jaxpar.jobs import (
     to_trainjob,
     unsaved,
 )
-from jaxpar.jobs.flags import UNUSED, first_plan, plan_flags
+from jaxpar.jobs.flags import UNUSED, first_plan, plan_flags, plan_remarks
 from jaxpar.jobs.job import JobSettings
 from jaxpar.models.quantized import Kind
 from jaxpar.models.transformer.config import COMPUTE_DTYPES
@@ -429,7 +429,7 @@ def test_the_best_plan_becomes_the_job_and_the_recipe_s_flags(capsys, tmp_path):
         "zero": 1,
         "remat": False,
     }
-    best |= {"num_chunks": 2, "layers_per_virtual_stage": [1, 2, 2, 1]}
+    best |= {"num_chunks": 2, "layers_per_virtual_stage": [1, 2, 1, 0]}
     plan.write_text(json.dumps([best, PLAN | {"data": 16}]))
     flags = (
         "--plan",
@@ -448,7 +448,7 @@ def test_the_best_plan_becomes_the_job_and_the_recipe_s_flags(capsys, tmp_path):
         "--mesh.data 4 --mesh.stage 2 --mesh.tensor 2 --schedule interleaved --num-microbatches 8"
         in said
     )
-    assert "--num-chunks 2 --layers-per-virtual-stage 1 2 2 1" in said
+    assert "--num-chunks 2 --layers-per-virtual-stage 1 2 1 0" in said
     assert "--zero 0" in said, "what the command says itself stays"
     assert "--zero 1" not in said
 
@@ -551,6 +551,19 @@ def test_the_rank_of_a_plan_with_lora_and_the_codes_of_its_weights_are_flags():
     assert in_codes[-4:] == ["--lora-rank", "8", "--quantize", "nf4"]
     with pytest.raises(ValueError, match="lora_rank of a plan must be at least 1; got 0"):
         first_plan(plan | {"lora_rank": 0})
+
+
+def test_what_the_command_gives_in_tokens_takes_the_place_of_rows_of_the_plan():
+    sizes = {"data": 4, "stage": 1, "tensor": 1, "seq": 64, "dtype": "bfloat16"}
+    plan = first_plan(PLAN | sizes | {"batch_size": 64, "num_microbatches": 4})
+    tokens = plan.seq * plan.batch_size
+    a_replica = tokens // 4 // plan.num_microbatches
+    command = ["gpt.py", "--batch-tokens", str(tokens), "--microbatch-tokens", str(a_replica)]
+    flags = plan_flags(plan, command)
+    assert not {"--batch-size", "--num-microbatches"} & {*flags}
+    assert plan_remarks(plan, ["recipes/gpt.py", *command[1:]]) == []
+    (told,) = plan_remarks(plan, ["recipes/gpt.py", "--batch-tokens", str(2 * tokens)])
+    assert f"--batch-tokens {2 * tokens} where it has {tokens}" in told
 
 
 def test_a_plan_of_other_machines_than_its_mesh_has_is_refused():

@@ -60,6 +60,18 @@ def code_of(args):
             ),
             ([*JOB, "recipes/gpt.py", "--remat", "ful"], "--remat: did you mean full?"),
             (
+                [*JOB, "--mesh.stage", "8", "recipes/gpt.py", "--batch-size", "128"],
+                "error: a pipeline needs at least one layer for each chunk of each stage; got 4 lay",
+            ),
+            (
+                [*JOB, "--mesh.tensor", "8", "recipes/gpt.py", "--model", "bloom-bytes"],
+                "the tensor axis must divide the heads",
+            ),
+            (
+                [*JOB, "--mesh.stage", "4", "recipes/digits.py", "--hidden-layers", "4"],
+                "the pairs of hidden layers must be divisible by the stage axis",
+            ),
+            (
                 [*JOB, "/jaxpar/recipes/gpt.py", "--stepss", "9"],
                 "/jaxpar/recipes/gpt.py would refuse these flags",
             ),

@@ -501,6 +501,15 @@ def test_a_damaged_cache_ends_the_run_with_its_folder(checked, folder, tmp_path)
     assert checked(*data) is None
 
 
+def test_damaged_weights_are_told_before_text_is_tokenised(checked, folder, tmp_path):
+    model, cache = shutil.copytree(folder / "llama", tmp_path / "llama"), tmp_path / "cache"
+    weights = next(model.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    flags = ("--init-from", model, "--data", folder / "lines.jsonl", "--token-cache", cache)
+    assert "must hold exactly the tensors of its header" in checked(*map(str, flags))
+    assert not cache.exists()
+
+
 def test_a_prompt_without_a_tokenizer_is_refused(checked, tmp_path):
     np.arange(4000, dtype=np.uint16).tofile(tmp_path / "a.bin")
     shutil.copytree(Path(__file__).parent / "data" / "huggingface" / "llama", tmp_path / "llama")

@@ -289,6 +289,20 @@ def test_messages_that_the_template_leaves_out_and_weights_without_effect_are_to
         tokenise([write_lines(tmp_path / "b.jsonl", called)], tokenizer, tmp_path / "cache")
 
 
+def test_a_template_that_leaves_out_the_answers_is_named_where_nothing_is_left_to_learn(tmp_path):
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer = read_tokenizer(write_tokenizer(tmp_path / "model", template=template))
+    file = write_lines(tmp_path / "a.jsonl", *[said(f"a {i}", content="b c") for i in range(20)])
+    message = (
+        r"got none in .* documents of .* Leave out .*\. Also, 20 of 20 examples have a message of the role 'assistant' that "
+        r"the chat template leaves out or cuts, the first in .*a.jsonl:1\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_corpus([file], tokenizer, tmp_path / "cache")
+
+
 def test_names_that_are_given_twice_are_refused(tmp_path):
     twice = '{"prompt": "a", "completion": "b", "completion": "c"}'
     listed = {"prompt": ["a"], "completion": ["b"]}

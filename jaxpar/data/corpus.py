@@ -121,6 +121,7 @@ def load_corpus(
                 f"the documents {share} must have a token to learn after the first one of a document; got none in "
                 f"{len(documents)} of the {len(found.documents)} documents of {_names(files)}, the first at "
                 f"{documents.place(0)}. Leave out documents without one, or give more text."
+                + "".join(f" Also, {remark.rstrip('.')}." for remark in found.remarks)
             )
     if len(found.documents) == 1 and found.documents.learned is not None:
         told = f"the only example in {_names(files)} is cut in two: its last {test.num_tokens:,} tokens are held out"

@@ -183,8 +183,7 @@ def read_params(
             is NaN, infinite, or too large for the dtype; or a tied model has a head that differs from its embedding.
     """
     folder, dtype = Path(folder), check_dtype(dtype)
-    tensors = _with_prefix(open_folder(folder), FAMILIES[family_of(config)].prefix)
-    _check_tensors(tensors, config, folder)
+    tensors = check_weights(folder, config)
     check_agreement("read a model", {"tensors": _digest(tensors)})
     treedef = jax.tree.structure(param_table(config), is_leaf=is_spec)
     params, wrong = [], {}
@@ -203,6 +202,19 @@ def read_params(
         wrong, f"of {folder}", dtype, "The model is damaged: download it again, or name another."
     )
     return treedef.unflatten(params)
+
+
+def check_weights(folder: Path | str, config: TransformerConfig) -> Tensors:
+    """Returns the tensors of a folder, of which no numbers are read, with the names that the model has with its head.
+
+    Raises:
+        FileNotFoundError: The folder has no safetensors.
+        ValueError: A file is damaged or foreign; a tensor is missing, unknown, of another shape or not floating-point.
+    """
+    folder = Path(folder)
+    tensors = _with_prefix(open_folder(folder), FAMILIES[family_of(config)].prefix)
+    _check_tensors(tensors, config, folder)
+    return tensors
 
 
 def _digest(tensors: Tensors) -> str:

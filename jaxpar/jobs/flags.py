@@ -73,6 +73,7 @@ _NOT_OF_SERVICE = [
 ]
 _GROUPS = ("service", "mesh")  # of flags
 OF_DEVICES = ("jobset", "trainjob", "sbatch")  # the kinds that request devices of a node
+IN_TOKENS = {"--batch-tokens": "--batch-size", "--microbatch-tokens": "--num-microbatches"}
 # A PodMonitor takes all flags of its job, so that one command line writes both.
 UNUSED = {
     "jobset": (*_SLURM, "service"),
@@ -198,6 +199,7 @@ def plan_flags(plan: PlannedSettings, command: Sequence[str]) -> list[str]:
     given = _names(command)
     if "--init-from" in given:
         given.add("--model")
+    given |= {flag for in_tokens, flag in IN_TOKENS.items() if in_tokens in given}
     return [
         word
         for flag, values in _planned(plan).items()
@@ -307,6 +309,10 @@ def _meant(plan: PlannedSettings, planned: dict[str, list[str]]) -> dict[str, li
         meant["--window"] = [str(plan.window)]
     if plan.lora_rank is None:
         meant["--lora-targets"] = []
+    if plan.seq is not None:
+        of_replica = plan.batch_size // (plan.replica * plan.data)
+        rows = plan.batch_size, of_replica // plan.num_microbatches
+        meant |= {flag: [str(plan.seq * each)] for flag, each in zip(IN_TOKENS, rows, strict=True)}
     return meant
 
 

@@ -71,8 +71,8 @@ def without_best(
         if not checkpoints.steps() or checkpoints.best() is not None:
             return ""
         return (
-            f"no checkpoint has a finite {best}, so none is kept as the best by {arg(keep_best=keep_best)}: the steps that were "
-            "saved lack it, or it is NaN or infinite there"
+            f"no checkpoint has a finite {best}, so none is kept as the best by {arg(keep_best=keep_best)}: the steps that "
+            "were saved lack it, or it is NaN or infinite there"
         )
     return (
         f"no step had the metric {best} of {arg(keep_best=keep_best)}, so none was the best and none ended the run early. The "

@@ -19,6 +19,7 @@ from jaxpar.fields import check_not_negative
 from jaxpar.huggingface.config import read_config_for
 from jaxpar.huggingface.config_keys import WINDOW_KEYS
 from jaxpar.huggingface.folder import check_model_folder
+from jaxpar.huggingface.params import check_weights
 from jaxpar.huggingface.tokenizer import FolderTokenizer
 from jaxpar.mesh import sizes_text
 from jaxpar.models import lora, transformer
@@ -95,6 +96,8 @@ def check_model(flags: ModelFlags, seq: int, *, needs_weights: bool) -> None:
         check_model_folder(flags.init_from, "--init-from", needs_weights=needs_weights)
     # A config that is wrong or cannot be read is named before text is read, and before a tokenizer is missed.
     check_config(flags, seq)
+    if flags.init_from is not None and needs_weights:
+        check_weights(flags.init_from, config_of_flags(flags, seq)[0])
     check_not_negative("0 takes the likeliest token.", temperature=flags.temperature)
     if flags.temperature == 0 and flags.top_k != ModelFlags.top_k:
         raise ValueError(
@@ -263,7 +266,12 @@ def with_documents(
 
 
 def check_sizes(
-    flags: ModelFlags, seq: int, mesh: MeshFlags, schedule: str, num_chunks: int | None
+    flags: ModelFlags,
+    seq: int,
+    mesh: MeshFlags,
+    schedule: str,
+    num_chunks: int | None,
+    layers: Sequence[int] | None,
 ) -> None:
     """Raises where the sizes of a mesh, as far as they are known, do not divide the model of --model, as devices would tell."""
     if mesh.tensor > 0:
@@ -271,7 +279,7 @@ def check_sizes(
         config.check_tensor(mesh.tensor)
         if mesh.stage > 0:
             schedule_of_one = make_schedule(schedule, mesh.stage, 1, num_chunks)
-            make_layout(config.for_tensor(mesh.tensor), schedule_of_one)
+            make_layout(config.for_tensor(mesh.tensor), schedule_of_one, layers)
 
 
 def check_pipeline(

@@ -174,9 +174,8 @@ class Lease:
             is_here = owner is not None and owner.is_here()
             is_silent = now - quiet_since >= STALE_SECONDS or (owner and _is_silent(owner))
             is_stale = not is_here and is_silent
-            has_ended = owner is not None and owner.is_gone()
-            if number == 0 or is_stale or has_ended:
-                if has_ended and owner.token == waited_for and not self._follows:
+            if number == 0 or is_stale or (owner is not None and owner.is_gone()):
+                if owner and owner.token == waited_for and not (is_stale or self._follows):
                     raise HeldError(
                         f"{switch('overwrite')} deletes an earlier run; got {self.folder}, whose run ended while this one "
                         f"waited: {owner}. Look at what it has left, then start this one again, or give another folder "
