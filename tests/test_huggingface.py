@@ -17,9 +17,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxpar
-from jaxpar.huggingface import export, read_params, write_description, write_model
 from jaxpar.huggingface import params as reading
+from jaxpar.huggingface import read_params, write_description, write_model
 from jaxpar.huggingface.config import family_of
+from jaxpar.huggingface.dtypes import narrowed_dtypes
 from jaxpar.models import transformer
 from jaxpar.params import ParamSpec
 from jaxpar.run import BasicFlags, model_files
@@ -161,7 +162,7 @@ def test_a_run_says_which_numbers_of_a_model_of_several_dtypes_lose_bits(tmp_pat
         folder / "model.safetensors",
         {"format": "pt"},
     )
-    assert export.narrowed_dtypes(folder) == told
+    assert narrowed_dtypes(folder) == told
     of = lambda has_checkpoints: "".join(
         model_files.remarks_on_dtypes(folder, has_checkpoints=has_checkpoints)
     )

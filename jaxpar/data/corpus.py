@@ -33,7 +33,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxpar.data.examples import Examples, Passage, place_text
-from jaxpar.data.packing import Documents
+from jaxpar.data.packing import Documents, check_targets
 from jaxpar.data.readers import SNIFFED, format_of, is_records
 from jaxpar.data.text import Tokenizer, check_test_fraction, held_out
 from jaxpar.fields import arg
@@ -116,13 +116,8 @@ def load_corpus(
     found = tokenise(files, tokenizer, cache)
     train, test = _split(found, files, test_fraction)
     for share, documents in (("to learn from", train), ("held out", test)):
-        if not documents.num_targets:
-            raise ValueError(
-                f"the documents {share} must have a token to learn after the first one of a document; got none in "
-                f"{len(documents)} of the {len(found.documents)} documents of {_names(files)}, the first at "
-                f"{documents.place(0)}. Leave out documents without one, or give more text."
-                + "".join(f" Also, {remark.rstrip('.')}." for remark in found.remarks)
-            )
+        whole = f"{len(found.documents)} documents of {_names(files)}"
+        check_targets(documents, share, whole, found.remarks)
     if len(found.documents) == 1 and found.documents.learned is not None:
         told = f"the only example in {_names(files)} is cut in two: its last {test.num_tokens:,} tokens are held out"
         found = replace(found, remarks=(*found.remarks, told))

@@ -10,7 +10,7 @@ rows of their own. Documents that have more than ``seq`` targets are cut into pi
 **Reference**: best-fit decreasing (Johnson 1974), as in Ding et al. 2024, arXiv 2404.10830, section 3.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -95,6 +95,24 @@ class Documents:
                 break
         share_of_row = self.num_targets / max(self.num_tokens, 1)
         return Sample([np.concatenate(found)], self.num_targets, share_of_row)
+
+
+def check_targets(documents: Documents, share: str, whole: str, remarks: Sequence[str]) -> None:
+    """Raises ValueError where documents have no token to learn.
+
+    Args:
+        documents: The documents.
+        share: What they are for, such as "to learn from".
+        whole: All documents that they are of, for the message.
+        remarks: What was noticed of them, which may be why.
+    """
+    if documents.num_targets:
+        return
+    also = "".join(f" Also, {remark.rstrip('.')}." for remark in remarks)
+    raise ValueError(
+        f"the documents {share} must have a token to learn after the first one of a document; got none in {len(documents)} of "
+        f"the {whole}, the first at {documents.place(0)}. Leave out documents without one, or give more text.{also}"
+    )
 
 
 class PackedRows(RowSource):

@@ -14,7 +14,7 @@ read a model with settings that jaxpar does not support, such as GPT-2's dropout
 
 Read in this order: `folder.py` (untrusted JSON, paths and tensors), `families.py` and `families.json` (the keys and tensors
 of each family), `config.py` with `config_keys.py` and `rope.py` (config.json), `finite.py` (NaN and overflow), `params.py`
-(reading params), `export.py` (writing a model, the model of a run), `peft.py` (writing adapters), `in_codes.py` and
+(reading params), `export.py` with `dtypes.py` (writing a model, that of a run), `peft.py` (writing adapters), `in_codes.py` and
 `from_codes.py` (weights in four or eight bits), `tokenizer.py` (text to tokens and back), `chat_template.py` (conversations to
 text).
 """

@@ -14,7 +14,8 @@ from jaxtyping import PyTree
 
 import jaxpar
 from jaxpar.data.checksums import checksum_of_files
-from jaxpar.huggingface.export import check_is_of, dtype_of, has_float64, narrowed_dtypes
+from jaxpar.huggingface.dtypes import dtype_of, has_float64, narrowed_dtypes
+from jaxpar.huggingface.export import check_is_of
 from jaxpar.huggingface.folder import ADAPTER_CONFIG, INDEX, ONE_FILE, read_json
 from jaxpar.huggingface.from_codes import has_codes
 from jaxpar.layered_model import open_packed

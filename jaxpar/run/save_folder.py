@@ -21,6 +21,7 @@ from jaxtyping import PyTree
 from jaxpar.checkpoint.manager import take_in_first_process
 from jaxpar.fields import arg
 from jaxpar.huggingface import export
+from jaxpar.huggingface.dtypes import dtype_of
 from jaxpar.huggingface.finite import OutOfRangeError
 from jaxpar.huggingface.folder import CONFIG, read_json, write_json
 from jaxpar.huggingface.from_codes import has_codes, layer_by_layer
@@ -90,7 +91,7 @@ class SaveFolder:
             described_by: The folder with its description; None: a new one, in float32.
         """
         if not self.is_begun():
-            dtype = None if described_by is None else export.dtype_of(described_by)
+            dtype = None if described_by is None else dtype_of(described_by)
             export.check_room(self.path, config, dtype or "float32")
 
     def begin(self) -> None:
