@@ -353,10 +353,9 @@ def refusal(capsys, recipe, *flags):
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ("--lr", "--learning-rate"),
         ("--mesh.pipe", "--mesh.stage"),
-        ("--lr=3", "--learning-rate"),
         ("--max_lr", "--learning-rate"),
+        ("--max_lr=3", "--learning-rate"),
         ("--tp", "--mesh.tensor"),
         ("--training.steps", "--steps"),
         ("--optimizer.lr", "--learning-rate"),
