@@ -273,7 +273,10 @@ def check_sizes(
     num_chunks: int | None,
     layers: Sequence[int] | None,
 ) -> None:
-    """Raises where the sizes of a mesh, as far as they are known, do not divide the model of --model, as devices would tell."""
+    """Raises where a mesh, as far as its sizes are known, does not divide the model of --model.
+
+    It is what ``check_mesh`` finds without devices, for a manifest.
+    """
     if mesh.tensor > 0:
         config, _ = config_of_flags(flags, seq)
         config.check_tensor(mesh.tensor)

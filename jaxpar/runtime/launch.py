@@ -73,16 +73,17 @@ def only_launch_in(folder: Path) -> TextIO:
     except BlockingIOError as error:
         with held:
             held.seek(0)
-            whose = printable(held.read(200).strip())
+            whose = held.read(200).strip()
+            by = f", {printable(whose)}" if whose else ""
         raise ValueError(
-            f"a folder has the logs of one launch at a time; got --log-dir {folder}, to which another one writes, "
-            f"{whose or 'elsewhere'}. Choose another, such as --log-dir {folder}-2."
+            f"a folder has the logs of one launch at a time; got --log-dir {folder}, to which another one "
+            f"writes{by}. Choose another, such as --log-dir {folder}-2."
         ) from error
     except OSError:  # a file system without locks
         pass
-    held.truncate(0)
-    held.write(f"pid {os.getpid()} on {socket.gethostname()}")
-    held.flush()
+    with contextlib.suppress(OSError):  # a full disk: the name is for messages alone
+        os.truncate(held.fileno(), 0)
+        os.write(held.fileno(), f"pid {os.getpid()} on {socket.gethostname()}".encode())
     return held
 
 
