@@ -1,5 +1,6 @@
 """`python -m jaxpar launch`: processes that start and end together, and the same numbers as in one process."""
 
+import errno
 import json
 import os
 import signal
@@ -459,6 +460,15 @@ def test_a_second_launch_does_not_write_over_the_logs_of_one_that_runs(tmp_path,
         assert f"another one writes, pid {os.getpid()} on " in err
         assert not (tmp_path / "0.log").exists()
     assert main(command) == 0, "after it has ended"
+
+
+def test_a_launch_begins_where_the_disk_has_no_room_for_its_name(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "truncate", full)
+    with only_launch_in(tmp_path), pytest.raises(ValueError, match=r"another one writes\. Choose"):
+        only_launch_in(tmp_path)
 
 
 @pytest.fixture(scope="module")
